@@ -9,7 +9,6 @@ The environment is read when the model runs.
 """
 import os
 import sys
-from functools import partial
 
 import torch
 
@@ -120,10 +119,6 @@ class GPT(model.GPT):
         return super().hidden_states(idx, positions, kv_cache, last_only)
 
     def step(self, idx, kv_cache, use_cache=True):
-        return self.traced(partial(super().step, use_cache=use_cache), idx, kv_cache, use_cache)
-
-    def traced(self, step, idx, kv_cache, use_cache=True):
-        """A step of a generation, by the model's own `step` or another one, with its line."""
         self.step_number += 1
         full = use_cache and idx.size(1) == self.config.max_positions
         if tracing():
@@ -132,15 +127,15 @@ class GPT(model.GPT):
                 f"step={self.step_number} use_cache={use_cache} kv_cache_present="
                 f"{kv_cache is not None and not full} cache_full={full} idx_cond.shape={tuple(idx.shape)}",
             )
-        logits, new_cache = step(idx, kv_cache)
+        logits, new_cache = super().step(idx, kv_cache, use_cache)
         if tracing() and kv_cache and new_cache and any(
                 new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):
             alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.step_number}")
         return logits, new_cache
 
-    def generate(self, *args, step=None, **settings):
+    def generate(self, *args, **settings):
         self.step_number = -1
-        return super().generate(*args, step=step and partial(self.traced, step), **settings)
+        return super().generate(*args, **settings)
 
 
 def rows_of(sequence=None, *rest):

@@ -10,7 +10,6 @@ https://github.com/karpathy/nanoGPT): its checkpoints load here, and the same se
 import copy
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -326,7 +325,7 @@ class GPT(nn.Module):
         return logits, kv_cache
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False, generator=None,
-                 draw=None, step=None):
+                 draw=None):
         """
         Continue each row of idx (B, T) with max_new_tokens sampled tokens. Returns (B, T + max_new_tokens).
 
@@ -336,7 +335,7 @@ class GPT(nn.Module):
         A model with a window and without learned positions sees all of the text through it, and goes on without end.
 
         temperature, top_k, top_p, generator: see `sample_token`. draw: takes its place: (logits (B, vocab_size), number
-        of the token) -> (B, 1). step: takes the place of `step` with the cache, see decode/gpu/graphs.py.
+        of the token) -> (B, 1).
         Raises ValueError on settings that make no sense. For stop tokens and prompts of any lengths: see engine/.
         """
         check_sampling(temperature, top_k, top_p)
@@ -344,7 +343,7 @@ class GPT(nn.Module):
         n_seen = -c.block_size if c.max_positions == c.block_size else None
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
-        step, kv_cache = step or partial(self.step, use_cache=use_cache), None
+        kv_cache = None
         draw = draw or (lambda logits, number: sample_token(logits, temperature, top_k, top_p, generator))
         training = [m for m in self.modules() if m.training]
         try:
@@ -352,7 +351,7 @@ class GPT(nn.Module):
             with torch.inference_mode():
                 idx_cond = idx[:, n_seen:]
                 for number in range(max_new_tokens):
-                    logits, kv_cache = step(idx_cond, kv_cache)
+                    logits, kv_cache = self.step(idx_cond, kv_cache, use_cache)
                     idx_next = draw(logits.squeeze(1), number)
                     idx = torch.cat([idx, idx_next], dim=1)
                     if kv_cache and idx.size(1) <= c.max_positions:

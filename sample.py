@@ -57,7 +57,7 @@ keep = 0              # with shift: keep so many of the last tokens instead of h
 n_keep = 0            # with shift and roll: and the first so many of the prompt
 kv_cache = 'blocks'   # where keys and values live: blocks (vLLM's), streams or unified (llama.cpp's cells)
 kv_bits = 0           # keep them in 8 bits instead of as they are
-decoder = 'auto'      # what computes a cached step: eager, cpu, gpu, graph; auto is the fastest there is
+decoder = 'auto'      # what computes a cached step: eager, cpu, gpu; auto is the fastest there is
 weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8, int4, which is faster on a CPU
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 speculate = 'auto'    # the same tokens, sooner: off; int4, int8 (fewer bits) or ngram (the text) propose tokens, which
@@ -92,7 +92,7 @@ def main(config):
     debug_kv_model.check_layer(model.config.n_layer)
     if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
         model.float()
-    if decoder == 'gpu':
+    if dev.startswith('cuda') and decoder in ('auto', 'gpu'):
         model.to(getattr(torch, pick_dtype(dtype, dev)))  # the kernels compute in the dtype of the weights
     with autocast(dev, pick_dtype(dtype, dev)):
         if chat:
@@ -106,7 +106,7 @@ def print_samples(model, tokenizer, texts, dev):
     say_what_is_cut(prompts, model.config)
     model, printed = rolled(model), Printed(model, tokenizer, prompts)
     try:
-        (sample_by_model if by_model(dev) else sample_by_engine)(model, tokenizer, prompts, dev, printed)
+        (sample_by_model if by_model() else sample_by_engine)(model, tokenizer, prompts, dev, printed)
     finally:  # what is drawn is printed, whatever ends the run
         printed.end()
     synchronize(dev)
@@ -165,15 +165,11 @@ class Printed:
         self.bar.close()
 
 
-def by_model(dev):
-    """
-    Does `GPT.generate` draw the samples? On CUDA the model's recorded graph is the default; and a trace shows the
-    model's own steps. Neither has the settings that are an engine's.
-    """
+def by_model():
+    """Does `GPT.generate` draw? A trace shows the model's own steps, which have no settings of an engine."""
     asked = decode.asked_of_the_kernel(weights, threads, speculate, draft)
     of_engine = asked or kv_cache in CELLS or kv_bits or when_full == 'shift' or json_schema or regex or grammar
-    by_graph, traced = dev.startswith('cuda') and decoder in ('auto', 'graph'), debug_kv_model.tracing()
-    return not of_engine and (by_graph or traced and decoder in ('auto', 'eager'))
+    return debug_kv_model.tracing() and decoder in ('auto', 'eager') and not of_engine
 
 
 def sample_by_engine(model, tokenizer, prompts, dev, printed):
@@ -203,22 +199,15 @@ def sample_by_engine(model, tokenizer, prompts, dev, printed):
 
 
 def sample_by_model(model, tokenizer, prompts, dev, printed):
-    """
-    The same by `GPT.generate` with the engine's draw: a trace shows the model's own steps; and on CUDA a step is the
-    model's, recorded as a graph.
-    """
-    step = None
-    if dev.startswith('cuda') and use_cache and decoder in ('auto', 'graph'):
-        from decode.gpu.graphs import GraphStep
-        step = GraphStep(model)
-    print(f"decoder: {step.name if step else 'the model itself'}", file=sys.stderr)
+    """The same by `GPT.generate` with the engine's draw."""
+    print("decoder: the model itself", file=sys.stderr)
     printed.begin()
     for number, prompt in enumerate(prompts):
         for row in range(0, num_samples, batch_size):
             rows = range(number * num_samples + row, number * num_samples + min(row + batch_size, num_samples))
             with suppress(AllEnded):
                 model.generate(torch.tensor([prompt] * len(rows), device=dev), max_new_tokens, use_cache=use_cache,
-                               draw=DrawAndPrint(rows, model.config.vocab_size, printed), step=step)
+                               draw=DrawAndPrint(rows, model.config.vocab_size, printed))
 
 
 class AllEnded(Exception):
@@ -348,8 +337,6 @@ def check_settings(dev):
     of_template()
     if len(forms := [name for name in ('json_schema', 'regex', 'grammar') if globals()[name]]) > 1:
         raise ValueError(f"{' and '.join(forms)} each say what form a sample has: give one of them")
-    if forms and decoder == 'graph':
-        raise ValueError(f"{forms[0]} is for the other decoders: leave decoder=graph out")
     if split not in ('', 'lines'):
         raise ValueError(f"split must be lines, or left out, not {split!r}")
     if top_k < 0:
@@ -367,19 +354,17 @@ def check_decoder(dev):
     """ValueError for a decoder, weights, threads, kv_cache and kv_bits that do not exist or do not go together."""
     if compile or decoder == 'compiled':
         raise ValueError("torch.compile's decoder is no longer here: leave compile and decoder=compiled out; on a CPU "
-                         "decoder=cpu is faster, on CUDA decoder=graph")
+                         "decoder=cpu is faster, on CUDA decoder=gpu")
     if kv_cache not in (*BLOCKS, *CELLS):
         raise ValueError(f"kv_cache must be blocks, streams or unified, not {kv_cache!r}")
     if kv_bits not in (0, 8):
         raise ValueError(f"kv_bits must be 0 (as they are) or 8, not {kv_bits}")
-    if decoder == 'graph' and when_full == 'shift':
-        raise ValueError("when_full=shift is for the other decoders: leave decoder=graph out")
     if chat and (draft or speculate not in ('auto', 'off') or kv_cache in CELLS):
         raise ValueError("chat=True has a cache of blocks, and draws one token after the other: leave kv_cache, "
                          "speculate and draft out")
     cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache in CELLS) + [f'kv_bits={kv_bits}'] * (kv_bits > 0)
                          + ['chat=True'] * chat)
-    decode.check_choice(decoder, weights, threads, dev, pick_dtype(dtype, dev), cache, speculate, draft)
+    decode.check_choice(decoder, weights, threads, dev, pick_dtype(dtype, dev), speculate, draft)
     needs_cache = decode.asked_of_the_kernel(weights, threads, speculate, draft) or cache
     if decoder not in ('auto', 'eager'):
         needs_cache = f'decoder={decoder}'

@@ -4,8 +4,8 @@ What the engine does on a GPU, on the machine that runs this.
     python bench.py --mode=gpu --json=out-bench/gpu.json
     python bench.py --mode=gpu --only=engine --shape=L --dtype=float32
 
-    engine    tokens of 1, 32 and 256 sequences at once, without HTTP: beside the same step with products of all rows as
-              they come, and PyTorch's steps
+    engine    tokens of 1, 32 and 256 sequences at once, without HTTP: beside the same step with PyTorch's products of
+              all rows as they come, transformers' static cache with a compiled step, and PyTorch's steps
     start     from an empty process to the first answer, graphs included
     clients, soak     the server over HTTP, see serve/loads.py
 
@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.harness import Case, Part, take_turns
 from benchmarks.ours import generated, gpu_executor, served
+from benchmarks.peers.hugging_face import HuggingFace, compiled_on_gpu
 from benchmarks.serve import loads
 from benchmarks.serve.servers import ROOT
 from benchmarks.shapes import model_of
@@ -44,8 +45,11 @@ def engine(asked):
         for B in asked.batches or BATCHES:
             cases = [Case(dict(shape=name, batch=B, step=step), served(model, executor, B, N_PROMPT, n_new), per=n_new)
                      for step, executor in executors.items()]
-            cases += [Case(dict(shape=name, batch=B, step=step), generated(model, step, B, n_new), per=n_new)
-                      for step in ('graph', 'eager')]
+            for step, of_model in dict(transformers=compiled_on_gpu, eager=generated).items():
+                if step == 'transformers' and HuggingFace.missing():
+                    print(f"not compared: transformers ({HuggingFace.missing()})")
+                elif B == 1 or step != 'eager':
+                    cases.append(Case(dict(shape=name, batch=B, step=step), of_model(model, B, n_new), per=n_new))
             first, *_ = measured = take_turns(cases, asked.repeats, f'{name}, {B}')
             n_bytes = step_bytes(model, B, N_PROMPT + n_new / 2)
             yield [m.row(us=1e6 * m.seconds, tok_per_s=B / m.seconds, over_gpu=m.over(first),

@@ -8,6 +8,7 @@ Our own engine, as benchmarks use it. No other file of benchmarks/ imports engin
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
 import decode
 from benchmarks.peers.engine import Engine as Peer
@@ -75,12 +76,22 @@ class Ours(Peer):
 
 
 def gpu_executor(model, as_they_come=False):
-    """The step on a GPU. as_they_come: with products of all rows at once, whose bits depend on how many they are."""
-    from decode.gpu.executor import GPUExecutor
-    executor = GPUExecutor(model)
+    """The step on a GPU. as_they_come: with PyTorch's products of all rows at once, whose bits depend on how many."""
+    from decode.gpu.executor import GPUExecutor, kernels
+    functions = kernels()
     if as_they_come:
-        executor.buckets, executor.height = (1, 2, 4, 8, 16, 32, 64, 128, 256), 256
-    return executor
+        functions.linear = linear_as_it_comes
+    return GPUExecutor(model, functions)
+
+
+def linear_as_it_comes(x, out, linear, ended, activation='', gate=None, add=False):
+    """See decode/gpu/linears.py."""
+    found = linear(x)
+    if activation:
+        found = F.gelu(found, approximate=activation)
+    if gate:
+        found = F.silu(gate(x)) * found
+    out.copy_(out + found if add else found)
 
 
 def served(model, executor, B, n_prompt, n_new):
@@ -95,17 +106,13 @@ def served(model, executor, B, n_prompt, n_new):
     return lambda: sum(len(text) - n_prompt for text in engine.generate(prompts, n_new, temperature=0.8))
 
 
-def generated(model, step, B, n_new):
-    """A function that draws n_new tokens for B sequences by `GPT.generate`; step: 'eager' or 'graph', its record."""
-    device, own = model.lm_head.weight.device, None
-    idx = random_tokens(model, B, 1).to(device)
-    if step == 'graph':
-        from decode.gpu.graphs import GraphStep
-        own = GraphStep(model)
+def generated(model, B, n_new):
+    """A function that draws n_new tokens for B sequences by `GPT.generate`, operation by operation."""
+    idx = random_tokens(model, B, 1).to(model.lm_head.weight.device)
 
     def run():
-        model.generate(idx, n_new, temperature=0.8, use_cache=True, step=own)
-        synchronize(str(device))
+        model.generate(idx, n_new, temperature=0.8, use_cache=True)
+        synchronize(str(idx.device))
     return run
 
 

@@ -20,7 +20,7 @@ proposes its tokens.
     speculative  an executor around an executor: drafts propose tokens, and the same tokens come in fewer steps
     drafts       who proposes them: fewer bits, the text, another model
     kernel/      what numba compiles: a whole step of a GPT on the CPU
-    gpu/         the executor for CUDA, with Triton kernels, and the model's own step as a CUDA graph
+    gpu/         the executor for CUDA, with Triton kernels
 """
 import sys
 
@@ -28,7 +28,7 @@ import torch
 
 from decode.eager import EagerExecutor
 
-NAMES = 'auto', 'eager', 'cpu', 'gpu', 'graph'
+NAMES = 'auto', 'eager', 'cpu', 'gpu'
 WEIGHTS = 'float32', 'bfloat16', 'int8', 'int4'
 SPECULATE = 'auto', 'off', 'int4', 'int8', 'ngram'
 MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU executor reads
@@ -37,17 +37,16 @@ DRAFTED_BYTES = 2**24  # of weights: with fewer, a step takes about as long as t
 DRAFTED_SEQUENCES = 8  # of a call: with more, the rows of a chunk cost nearly as much as single steps
 
 
-def check_choice(name='auto', weights='float32', threads=None, device='cpu', dtype='float32', cache='', speculate='off',
+def check_choice(name='auto', weights='float32', threads=None, device='cpu', dtype='float32', speculate='off',
                  draft=''):
     """
     ValueError for settings of `best` that do not exist or do not go together; needs no model.
 
-    device, dtype: of the model, such as 'cpu' or 'cuda:1', and 'bfloat16'. cache: settings of the cache, in words, such
-    as 'kv_bits=8', which the model's recorded graph does not have. draft: the name of another model that proposes
-    tokens, see `drafts.ModelDraft`.
+    device, dtype: of the model, such as 'cpu' or 'cuda:1', and 'bfloat16'. draft: the name of another model that
+    proposes tokens, see `drafts.ModelDraft`.
     """
     if name not in NAMES:
-        raise ValueError(f"decoder must be auto, eager, cpu, gpu or graph, not {name!r}")
+        raise ValueError(f"decoder must be auto, eager, cpu or gpu, not {name!r}")
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be float32, bfloat16, int8 or int4, not {weights!r}")
     if threads is not None and threads < 0:
@@ -62,16 +61,14 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
                          "take speculate=ngram or off, or weights with more bits")
     on_cuda, of_kernel = device.startswith('cuda'), asked_of_the_kernel(weights, threads, speculate, draft)
     asked = ' and '.join([f'decoder={name}'] * (name not in ('auto', 'eager')) + [of_kernel] * bool(of_kernel))
-    if of_kernel and name in ('eager', 'gpu', 'graph'):
+    if of_kernel and name in ('eager', 'gpu'):
         raise ValueError(f"{of_kernel} is for the cpu decoder: leave decoder={name} out")
     if device != 'cpu' and (of_kernel or name == 'cpu'):
         raise ValueError(f"{asked} is for the CPU, but the device is {device}: use device=cpu, or leave it out")
-    if name in ('gpu', 'graph') and not on_cuda:
+    if name == 'gpu' and not on_cuda:
         raise ValueError(f"decoder={name} is for CUDA, but the device is {device}: use device=cuda, or leave it out")
     if dtype != 'float32' and (of_kernel or name == 'cpu'):
         raise ValueError(f"{asked}: the cpu decoder computes in float32, but not dtype={dtype}; leave dtype out")
-    if cache and name == 'graph':
-        raise ValueError(f"{cache} is for the other decoders: leave {asked} out")
 
 
 def asked_of_the_kernel(weights, threads, speculate='off', draft=''):
@@ -85,10 +82,9 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     """
     The executor `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
 
-    name: 'eager' (PyTorch), 'cpu' (numba), 'gpu' (Triton), or 'auto': on a CPU the numba one, elsewhere the eager one
-        (on CUDA too, until the Triton kernels have run there).
-        'auto' is eager for models that the numba one does not know, and stderr says so; and for batches above
-        LARGEST_BATCH.
+    name: 'eager' (PyTorch), 'cpu' (numba), 'gpu' (Triton), or 'auto': on a CPU the numba one, on CUDA the one with
+        Triton's kernels, elsewhere the eager one. 'auto' is eager for models that these do not know, and stderr says
+        so; and on a CPU for batches above LARGEST_BATCH.
     weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba executor reads them. threads: how many it
         uses; None or 0 lets it choose by timing a few steps. Where one of the two is given, it is that executor or a
         ValueError.
@@ -102,22 +98,24 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     device, of_draft = str(next(model.parameters()).device), draft.name if draft else ''
     asked = asked_of_the_kernel(weights, threads, speculate, of_draft)
     check_choice(name, weights, threads, device, speculate=speculate, draft=of_draft)
-    if name == 'graph':
-        raise ValueError("decoder=graph is for sample.py on CUDA, which calls GPT.generate with it: use gpu or eager")
-    if name == 'gpu':
-        from decode.gpu.executor import GPUExecutor
-        return GPUExecutor(model)
-    if name == 'eager' or name == 'auto' and not asked and (device != 'cpu' or batch_size > LARGEST_BATCH):
+    on_cuda, on_cpu = device.startswith('cuda'), device == 'cpu'
+    if name == 'eager' or name == 'auto' and not on_cuda and not asked and (not on_cpu or batch_size > LARGEST_BATCH):
         return EagerExecutor(model)
     try:
-        return made(model, batch_size, weights, threads, speculate, draft)
+        return on_gpu(model) if on_cuda else made(model, batch_size, weights, threads, speculate, draft)
     except ValueError as e:
-        if name == 'cpu':
+        if name != 'auto':
             raise
         if asked:
             raise ValueError(f"{asked} cannot be had: {e}") from e
         print(f"decoding eagerly: {e}", file=sys.stderr)
     return EagerExecutor(model)
+
+
+def on_gpu(model):
+    """The executor with Triton kernels. Imported here: Triton is on CUDA's machines alone."""
+    from decode.gpu.executor import GPUExecutor
+    return GPUExecutor(model)
 
 
 def draft_of(model, name, pool, layers):

@@ -54,7 +54,7 @@ class Engine:
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.longest_call, self.stop_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
-        self.parameters = [m._parameters for m in model.modules() if m._parameters]  # model.parameters() takes a millisecond
+        self.parameters = [m._parameters for m in model.modules() if m._parameters]  # model.parameters() is slow
         self.weights, self.pid = weights_of(self.parameters), os.getpid()
         self.is_running = self.unfinished = False
         self.over = []  # sequences that have ended without a step

@@ -51,7 +51,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     on_cuda = dev.startswith('cuda')
     # on CUDA bfloat16 is a dtype of the model, in which it computes
     decode.check_choice(decoder, 'float32' if on_cuda and weights == 'bfloat16' else weights, threads, dev,
-                        cache="a server's pool", speculate=speculate, draft=draft)
+                        speculate=speculate, draft=draft)
     lazy = dev == 'cpu' and weights != 'float32'  # they are packed, and read by nothing else
     if lazy and platform.libc_ver()[0] == 'glibc':  # matrices that are read and freed shall not stay in memory
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**22)

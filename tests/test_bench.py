@@ -153,11 +153,12 @@ def test_gpu_mode_with_the_same_step_in_pytorch_on_a_cpu(monkeypatch):
     monkeypatch.setattr(gpu, 'model_of', lambda name, bias: model)
     monkeypatch.setattr(gpu, 'gpu_executor', lambda model, as_they_come=False: GPUExecutor(
         model, plain_gpu, plain_gpu.Direct()))
-    monkeypatch.setattr(gpu, 'generated', lambda model, step, *sizes: ours.generated(model, 'eager', *sizes))
+    monkeypatch.setattr(gpu, 'compiled_on_gpu', ours.generated)
     monkeypatch.setattr(gpu, 'BATCHES', (1, 3))
     asked = SimpleNamespace(shapes=['M'], batches=None, bias=False, device='cpu', dtype='float32', repeats=1)
     one, three = gpu.engine(asked)
-    assert [row['step'] for row in one] == ['gpu', 'gpu, rows as they come', 'graph', 'eager']
+    steps = ['gpu', 'gpu, rows as they come'] + ['transformers'] * (not gpu.HuggingFace.missing())
+    assert [[row['step'] for row in rows] for rows in (one, three)] == [[*steps, 'eager'], steps]
     assert {row['batch'] for row in three} == {3} and one[0]['over_gpu'] == 1
     for row in one + three:  # a text holds 16 to 36 keys of 16 numbers: 26 on average
         n_weights, n_keys = 12 * 16**2 + 9 * 16 + 11 * 16, 26 * row['batch']

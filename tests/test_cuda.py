@@ -1,6 +1,6 @@
 """
-On CUDA: the model, the engine and the model's recorded step give logits and tokens of the CPU's float32 model; and the
-GPU's executor gives the same bits at full size.
+On CUDA: the model and the engine give logits and tokens of the CPU's float32 model; and the GPU's executor gives the
+same bits at full size.
 """
 import copy
 import random
@@ -15,7 +15,6 @@ from tiny_models import MODELS, VOCAB, model_of
 import decode
 from benchmarks.shapes import GPTS, model_with_varied_text
 from decode.gpu.executor import GPUExecutor
-from decode.gpu.graphs import GraphStep
 from engine import Engine
 from kvcache.llamacpp.pool import CellPool
 
@@ -41,11 +40,9 @@ def close(got, expected):
     torch.testing.assert_close(got.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize('by', ['the model', 'graph'])
 @pytest.mark.parametrize('name', MODELS)
-def test_generate_gives_the_tokens_of_the_uncached_model_on_the_cpu(name, by):
-    cpu, cuda = models(name)
-    how = dict(use_cache=True, step=GraphStep(cuda) if by == 'graph' else None)
+def test_generate_gives_the_tokens_of_the_uncached_model_on_the_cpu(name):
+    (cpu, cuda), how = models(name), dict(use_cache=True)
     for prompts in [PROMPTS[0]], [PROMPTS[0], [7, 8, 9]], [PROMPTS[4]]:
         idx = torch.tensor(prompts)
         assert torch.equal(cuda.generate(idx.cuda(), 2 * BLOCK, 0, **how).cpu(), cpu.generate(idx, 2 * BLOCK, 0))
@@ -62,7 +59,7 @@ def test_the_engine_gives_the_tokens_of_the_cpu(name, executor):
     which one between two codes may be rounded either way.
     """
     cpu, cuda = models(name)
-    made, slides = decode.best(cuda, 6, name=executor), cpu.config.max_positions == BLOCK
+    made, slides = decode.best(cuda, 6, name=executor.replace('gpu', 'auto')), cpu.config.max_positions == BLOCK
     assert isinstance(made, GPUExecutor) == (executor == 'gpu')
     for how, n_other in ((dict(temperature=0.0), 0), (dict(temperature=0.8, top_p=0.9), 1),
                          *[(dict(temperature=0.0, when_full='shift'), 0)] * slides):

@@ -122,11 +122,13 @@ def test_alarm_nan_in_keys(traced, capsys):
     assert any('[Attn L1]' in line and 'NaN in the keys' in line for line in alarms(capsys))
 
 
-def test_alarm_cache_recreated_in_the_middle(traced, capsys):
-    def forgetful(idx, kv_cache):  # as caches that grow by torch.cat do
+def test_alarm_cache_recreated_in_the_middle(traced, capsys, monkeypatch):
+    def forgetful(self, idx, kv_cache, use_cache):  # as caches that grow by torch.cat do
         logits, _, kv_cache = pair()[0](idx, kv_cache=kv_cache, use_cache=True)
         return logits, [layer.clone() for layer in kv_cache]
-    traced.generate(IDX, 3, use_cache=True, step=forgetful)
+    with monkeypatch.context() as patch:
+        patch.setattr('model.GPT.step', forgetful)
+        traced.generate(IDX, 3, use_cache=True)
     assert [line.split('at ')[1] for line in alarms(capsys) if 're-created' in line] == ['step 1', 'step 2']
     traced.generate(IDX, 3, use_cache=True)
     assert not alarms(capsys)

@@ -77,8 +77,8 @@ def test_a_generator_of_ones_own_leaves_the_global_one_alone():
     assert torch.equal(got, expected) and torch.equal(torch.get_rng_state(), state)
 
 
-def test_another_draw_and_another_step():
-    """draw: of the engine, for example; step: see decode/gpu/graphs.py."""
+def test_another_draw_and_what_a_step_sees(monkeypatch):
+    """draw: of the engine, for example."""
     model, idx, numbers = f32(7), torch.randint(29, (2, 6)), []
     hows, state = [DrawSettings(29, seed, temperature=0.7, top_k=9) for seed in (3, 4)], torch.get_rng_state()
 
@@ -91,12 +91,13 @@ def test_another_draw_and_another_step():
     assert torch.equal(torch.get_rng_state(), state)
     alone = model.generate(idx[1:], 25, draw=lambda logits, number: draw(logits, hows[1:], [number])[:, None])
     assert torch.equal(alone, cached[1:])
-    fed = []
+    fed, own = [], model.step
 
-    def step(idx, kv_cache):
+    def step(idx, kv_cache, use_cache):
         fed.append((tuple(idx.shape), kv_cache is None))
-        return model.step(idx, kv_cache)
-    assert torch.equal(model.generate(idx, 20, 0, step=step), model.generate(idx, 20, 0))
+        return own(idx, kv_cache, use_cache)
+    monkeypatch.setattr(model, 'step', step)
+    model.generate(idx, 20, 0, use_cache=True)
     assert fed == [((2, 6), True)] + [((2, 1), False)] * 10 + [((2, 16), False)] * 9
 
 
@@ -109,10 +110,10 @@ def test_modes_gradients_and_dropout():
     found = [model.generate(idx, 20, temperature=0, use_cache=use_cache) for use_cache in (False, True, False, True)]
     assert all(torch.equal(each, found[0]) for each in found)
 
-    def broken(idx, kv_cache):
+    def broken(logits, number):
         raise OSError
     with pytest.raises(OSError):
-        model.generate(idx, 3, step=broken)
+        model.generate(idx, 3, draw=broken)
     assert [m.training for m in model.modules()] == modes and torch.is_grad_enabled()
     assert not found[0].is_inference() and torch.equal(model.generate(idx, 0), idx)
     model(found[0][:, :16], found[0][:, :16])[1].backward()

@@ -5,6 +5,8 @@ from functools import lru_cache
 import torch
 
 from benchmarks.peers.engine import Engine, torch_threads
+from benchmarks.shapes import random_tokens
+from device import synchronize
 from formats import to_huggingface
 
 
@@ -33,3 +35,21 @@ def in_transformers(model):
     with tempfile.TemporaryDirectory() as folder:
         to_huggingface(model, folder)
         return AutoModelForCausalLM.from_pretrained(folder).float().eval()
+
+
+def compiled_on_gpu(model, B, n_new):
+    """
+    A function that draws n_new tokens for B sequences by transformers' generate with its static cache, whose step it
+    compiles and records.
+    """
+    theirs, weight = in_transformers(model), model.lm_head.weight
+    theirs.to(weight.device, weight.dtype)
+    torch._dynamo.reset()  # else it would compile a step for any number of sequences
+    idx = random_tokens(model, B, 1).to(weight.device)
+    how = dict(max_new_tokens=n_new, min_new_tokens=n_new, do_sample=True, temperature=0.8, top_k=0, top_p=1.0,
+               pad_token_id=0, cache_implementation='static')
+
+    def run():
+        theirs.generate(idx, attention_mask=torch.ones_like(idx), **how)
+        synchronize(str(idx.device))
+    return run

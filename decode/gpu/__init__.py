@@ -7,7 +7,7 @@ step, nor on how its text was divided into steps.
     step         one step: which function follows which
     tables       what the host writes before a call, what stays on the device, and what is read back
     slots        which sequence has which row of the tables, and where the slot of a position is
-    storing, attention, drawing    the functions of a step that are Triton kernels
+    linears, storing, attention, drawing    the functions of a step, which are Triton kernels
+    overlap      how a kernel begins before the one before it has ended
     queue        what the device does one after the other: graphs, copies, events
-    graphs       another step, for `GPT.generate`: the model's own in PyTorch, as a CUDA graph
 """

@@ -16,8 +16,6 @@ from decode.gpu.slots import SPLIT, SPLITS, TILE
 from decode.gpu.storing import slot_of, store, store_new, what_is_stored
 
 PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many rows, each head of a row has a program
-DOT_WARPS, DOT_STAGES = 4, 1
-WARPS = 8         # of a program with one query
 
 
 def attend(qkv, q, y, parts, ended, angles, attn, kv, inputs, geometry, apart):
@@ -41,17 +39,17 @@ def attend(qkv, q, y, parts, ended, angles, attn, kv, inputs, geometry, apart):
     # not multiply, each has a program without a barrier in its loop
     n_heads = g.n_head if one else g.n_kv_head
     n_programs = min(columns.n_splits, max(1, PROGRAMS // (R * n_heads)))
+    queries, rows = (1, 1) if one else (shared, max(16, triton.next_power_of_2(shared)))
+    tile = min(TILE, 2**14 // constants['PADDED'])  # so that one fits the memory of small cards
     attend_kernel[R, n_heads, n_programs](
-        qkv, *arguments, y, parts, ended, g.slopes, shared, 1 if one else shared,
-        1 if one else max(16, triton.next_power_of_2(shared)), g.head_dim ** -0.5, TILE, 1 if one else DOT_STAGES, stores,
-        g.window, SPLIT, SPLITS, columns.n_splits, **constants, **overlap(q), num_warps=WARPS if one else DOT_WARPS,
-        enable_fp_fusion=False)
+        qkv, *arguments, y, parts, ended, g.slopes, shared, queries, rows, g.head_dim ** -0.5, tile, stores, g.window,
+        SPLIT, SPLITS, columns.n_splits, **constants, **overlap(q), num_warps=8 if one else 4, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=['n_slots'])  # one kernel is compiled for all caches, so that bits are the same in each
 def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride, n_slots,
                   y, parts, ended, slopes, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-                  SCALE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STORES: tl.constexpr,
+                  SCALE: tl.constexpr, TILE: tl.constexpr, STORES: tl.constexpr,
                   WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, N_SPLITS: tl.constexpr,
                   N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
                   KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
@@ -86,7 +84,7 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
         most, weight = tl.full((LANES,), float('-inf'), tl.float32), tl.zeros((LANES,), tl.float32)
         sums = tl.zeros((LANES, PADDED), tl.float32)
         start = low // TILE * TILE
-        for tile in tl.range(0, ((end - start + TILE - 1) // TILE).to(tl.int32), num_stages=STAGES):
+        for tile in tl.range(0, ((end - start + TILE - 1) // TILE).to(tl.int32), num_stages=1):
             first = start + tile * TILE
             keys = first + tl.arange(0, TILE)
             seen = (keys >= low) & (keys < end)

@@ -32,14 +32,14 @@ def draw(logits, inputs):
     """
     (R, V), i, early = logits.shape, inputs, overlap(logits)
     change_kernel[R, triton.cdiv(V, tables.PART)](
-        logits, i.settings, i.numbers, i.left, i.min_tokens, i.sequences, i.biases, i.marks, i.broken, i.most, V, tables.PART,
-        **early, num_warps=4, enable_fp_fusion=False)
+        logits, i.settings, i.numbers, i.left, i.min_tokens, i.sequences, i.biases, i.marks, i.broken, i.most, V,
+        tables.PART, **early, num_warps=4, enable_fp_fusion=False)
     block = min(BLOCK, max(64, triton.next_power_of_2(V)))
     n_programs = min(triton.cdiv(V, block), triton.cdiv(PROGRAMS, R), tables.MOST_PROGRAMS)
     draw_kernel[R, n_programs](
         logits, i.settings, i.seeds, i.numbers, i.left, i.marks, i.drawn, i.drawn.stride(0), i.step, i.tokens,
-        i.positions, i.sequences, i.most, i.scores, i.found, i.ended, V, tables.PART, block, **early, num_warps=min(WARPS, block // 32),
-        enable_fp_fusion=False)
+        i.positions, i.sequences, i.most, i.scores, i.found, i.ended, V, tables.PART, block, **early,
+        num_warps=min(WARPS, block // 32), enable_fp_fusion=False)
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """
 The kernels of a GPU step beside attention: embeddings, norms, and linears with what follows them.
 
-A linear's tile is a matrix of weights times some rows of x. Its sums run over PART columns of x in ascending order, 16
-at a time in one instruction, whatever the tile's size, and the sums of such parts are added in ascending order: so a row
-has the same bits in all tiles, and a step of few rows may take other tiles than one of many. `check.check_here` tries
-that on the device.
+A linear's tile is a matrix of weights times some rows of x. Its sums run over the columns of x, or over a part of them
+each, in ascending order, 16 at a time in one instruction, and sums of parts are added in ascending order, whatever the
+tile's size. So a row has the same bits in all tiles, and a step of few rows may take other tiles than one of many.
+`check.check_here` tries that on the device.
 """
 import torch
 import triton
@@ -12,9 +12,9 @@ import triton.language as tl
 
 from decode.gpu.overlap import overlap, wait
 
-PART = 1024       # columns of x of a program of `linear_kernel`, so that a narrow `out` has enough of them
-NARROW = 4096     # out_features
-CHANNELS = 1024   # of a program of `embed_kernel`
+PART, UNIT = 768, 256  # the fewest columns of a part of x, and of what it is a multiple
+NARROW = 4096          # numbers of an `out` of which programs compute parts: a wide one has enough of them without
+CHANNELS = 1024        # of a program of `embed_kernel`
 
 
 def embed(inputs, weight, positions_weight, x):
@@ -68,13 +68,14 @@ def linear(x, out, linear, ended, activation='', gate=None, add=False):
     silu(gate(x)) * linear(x). add: add it to what is in out.
     """
     (R, n_in), n_out = x.shape, out.size(1)
-    n_parts = 1 if gate or n_out > NARROW else triton.cdiv(n_in, PART)
+    n_parts = 1 if gate or n_out > NARROW else max(1, n_in // PART)
+    size = triton.cdiv(triton.cdiv(n_in, n_parts), UNIT) * UNIT
     parts = torch.empty(n_parts, R, n_out, dtype=torch.float32, device=x.device) if n_parts > 1 else None
     rows, outs, ins, num_warps, num_stages = tile(R, n_out, n_in, x.dtype)
     weights = [p if p is None else p.detach() for each in (linear, gate) if each for p in (each.weight, each.bias)]
     linear_kernel[triton.cdiv(n_out, outs), triton.cdiv(R, rows), n_parts](
         x, out, *weights, *[None] * (4 - len(weights)), parts, ended, R, n_in, n_out, activation, add, rows, outs, ins,
-        PART if n_parts > 1 else n_in, num_stages,
+        size, num_stages,
         num_warps=num_warps, **overlap(x), enable_fp_fusion=True)
 
 
@@ -93,10 +94,10 @@ def tile(R, n_out, n_in, dtype):
 
 @triton.jit(do_not_specialize=['n_rows'])
 def linear_kernel(x, out, weight, bias, gate, gate_bias, parts, ended, n_rows, n_in, n_out, ACTIVATION: tl.constexpr,
-                  ADD: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PART: tl.constexpr,
+                  ADD: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SIZE: tl.constexpr,
                   STAGES: tl.constexpr, OVERLAP: tl.constexpr):
     """
-    ROWS rows of OUTS numbers of out, from PART columns of x, INS at a time. The tile is (OUTS, ROWS). The program of a
+    ROWS rows of OUTS numbers of out, from SIZE columns of x, INS at a time. The tile is (OUTS, ROWS). The program of a
     tile that ends last adds up its parts.
     """
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -105,19 +106,20 @@ def linear_kernel(x, out, weight, bias, gate, gate_bias, parts, ended, n_rows, n
     sums = tl.zeros((OUTS, ROWS), tl.float32)
     gates = tl.zeros((OUTS, ROWS), tl.float32)
     wait(OVERLAP)
-    first = tl.program_id(2) * PART
-    for start in tl.range(first, tl.minimum(first + PART, n_in), INS, num_stages=STAGES):
+    first = tl.program_id(2) * SIZE
+    end = tl.minimum(first + SIZE, n_in)
+    for start in tl.range(first, end, INS, num_stages=STAGES):
         i = start + tl.arange(0, INS)
-        numbers = tl.load(x + rows * n_in + i[:, None], (rows < n_rows) & (i < n_in)[:, None], 0)
-        inside = out_is_real & (i < n_in)[None, :]
+        numbers = tl.load(x + rows * n_in + i[:, None], (rows < n_rows) & (i < end)[:, None], 0)
+        inside = out_is_real & (i < end)[None, :]
         sums = tl.dot(tl.load(weight + of_weight + i[None, :], inside, 0), numbers, sums, input_precision='ieee')
         if gate is not None:
             gates = tl.dot(tl.load(gate + of_weight + i[None, :], inside, 0), numbers, gates, input_precision='ieee')
     at, inside = rows.to(tl.int64) * n_out + outs[:, None], out_is_real & (rows < n_rows)
     is_last = True
     if parts is not None:
-        size, n_parts = n_rows.to(tl.int64) * n_out, tl.num_programs(2)
-        tl.store(parts + tl.program_id(2) * size + at, sums, inside)
+        of_part, n_parts = n_rows.to(tl.int64) * n_out, tl.num_programs(2)
+        tl.store(parts + tl.program_id(2) * of_part + at, sums, inside)
         tl.debug_barrier()
         counter = ended + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         is_last = tl.atomic_add(counter, 1) == n_parts - 1  # all other parts have been written
@@ -125,7 +127,7 @@ def linear_kernel(x, out, weight, bias, gate, gate_bias, parts, ended, n_rows, n
             tl.store(counter, 0)
             sums = tl.load(parts + at, inside, 0)
             for part in range(1, n_parts):
-                sums += tl.load(parts + part * size + at, inside, 0)
+                sums += tl.load(parts + part * of_part + at, inside, 0)
     if is_last:
         write(sums, gates, out + at, bias, gate, gate_bias, outs, inside, n_out, ACTIVATION, ADD)
 

@@ -15,7 +15,7 @@ def store(qkv, norms, arguments, constants):
     (n_head + 2 * n_kv_head) * head_dim). Behind norms of queries and keys, if there are any, both are turned by angles.
     arguments, constants: of `what_is_stored`.
     """
-    weights, n_heads = [each and each.weight.detach() for each in norms], constants['N_HEAD'] + 2 * constants['N_KV_HEAD']
+    weights, n_heads = [each and each.weight.detach() for each in norms], qkv.size(1) // constants['D']
     store_kernel[len(qkv), n_heads](qkv, *arguments, *weights, norms[0].eps if norms[0] else 0.0, **constants,
                                     **overlap(qkv), num_warps=1, enable_fp_fusion=False)
 
@@ -60,7 +60,7 @@ def store_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, s
 def store_new(qkv, q, angles, k, v, k_scale, v_scale, row, first, slot, of_head, real, QUERIES: tl.constexpr,
               SHARED: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, D: tl.constexpr,
               PADDED: tl.constexpr, KINDS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """The same without norms: QUERIES heads of a row's queries from `first` on, and the key and value that they share."""
+    """The same without norms: QUERIES heads of a row's queries, from `first` on, and the key and value they share."""
     new = qkv + row * (N_HEAD + 2 * N_KV_HEAD) * D
     for i in tl.static_range(QUERIES):
         store_query(new + (first + i) * D, q, None, angles, row, first + i, 0.0, N_HEAD, D, PADDED, KINDS)

@@ -22,7 +22,8 @@ FIELDS = {'tokens': (torch.int64, 1), 'positions': (torch.int64, 1), 'wanted': (
 ROW_BYTES = sum(dtype.itemsize * n for dtype, n in FIELDS.values())
 
 
-class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'marks', 'most', 'scores', 'found', 'ended', 'drawn'])):
+class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'marks', 'most', 'scores', 'found',
+                                           'ended', 'drawn'])):
     """
     What R rows of a step read, and how they draw. Types are those of FIELDS.
 
@@ -33,9 +34,9 @@ class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'mar
     are not numbers.
     slot_table: int32 (n_rows, n_columns), see `Columns`. biases: float32 (n_rows, vocab_size), which are read if the
     row is BIASED. marks: int32 (n_rows, vocab_size), of each token how often the sequence has drawn it, and IS_STOP and
-    IN_PROMPT. drawn: int64 (MOST_STEPS, R), the result: row number `step` is written, -1 for what has ended.
-    most: float32 (n_rows, parts), the largest logits of parts of a row. scores, found: float64 and int32 (n_rows, MOST_PROGRAMS), of the programs that draw for a row. ended: int32
-    (n_rows,), how many of them have; 0 behind a draw.
+    IN_PROMPT. most: float32 (n_rows, parts), the largest logits of the parts of a row. scores, found: float64 and int32
+    (n_rows, MOST_PROGRAMS), of the programs that draw for a row. ended: int32 (n_rows,), how many of them have; 0
+    behind a draw. drawn: int64 (MOST_STEPS, R), the result: row number `step` is written, -1 for what has ended.
     """
 
     def rows(self, n):
