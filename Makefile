@@ -54,7 +54,7 @@ $(REAL): | .venv/bin/python
 
 # with the python3 and the torch of a machine with a GPU, and pytest, hypothesis and the packages of requirements-serve.txt
 gpu:
-	$(PYTHON) -m pytest -n 0 --full tests/test_cuda.py tests/test_gpu_*.py
+	$(PYTHON) -m pytest -n 4 --full tests/test_cuda.py tests/test_gpu_*.py
 	$(PYTHON) bench.py --mode=gpu --json=out-bench/gpu.json
 
 lint: .venv/dev.stamp

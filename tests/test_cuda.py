@@ -75,7 +75,7 @@ def test_the_engine_gives_the_tokens_of_the_cpu(name, executor):
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
 def test_no_sequence_of_many_depends_on_its_company(dtype):
-    """Each with others, in small pools with preemption and shared prefixes, and alone: 0 tokens differ."""
+    """Each in two small pools with preemption, shared prefixes and other company, and alone: 0 tokens differ."""
     m = model_with_varied_text(GPTS['M']).to('cuda', getattr(torch, dtype))
     executor, choose = GPUExecutor(m), random.Random(0)
     prefixes = [[choose.randrange(65) for _ in range(40)] for _ in range(5)]
@@ -83,17 +83,22 @@ def test_no_sequence_of_many_depends_on_its_company(dtype):
             for i in range(sizes(300, 10_000))]
     hows = [dict(), dict(temperature=0.8, top_k=20), dict(top_p=0.9), dict(frequency_penalty=0.5)]
 
-    def drawn(engine, i, **how):
+    def begun(engine, i, **how):
         return engine.add(*asks[i], seed=i, **how, **hows[i % 4])[0]
-    crowded = engine_of(executor, 100, 16, 512)
-    found = [drawn(crowded, i, logprobs=i % 50 == 7) for i in range(len(asks))]
-    run(crowded)
-    assert crowded.scheduler.n_preempted
+
+    def in_company(numbers, *pool, **more):
+        engine = engine_of(executor, *pool)
+        found = {i: begun(engine, i, **more if i % 50 == 7 else {}) for i in numbers}
+        run(engine)
+        assert engine.scheduler.n_preempted
+        return [found[i].tokens for i in range(len(asks))]
+    texts_of = in_company(range(len(asks)), 100, 16, 512, logprobs=True)
+    assert texts_of == in_company(reversed(range(len(asks))), 220, 8, 90, scores=True)
     alone = engine_of(executor, 40, 16, 512)
-    for i, s in enumerate(found):
-        expected = drawn(alone, i, salt=str(i))
+    for i in range(0, len(asks), 4):
+        s = begun(alone, i, salt=str(i))
         run(alone)
-        assert s.tokens == expected.tokens, i
+        assert s.tokens == texts_of[i], i
 
 
 @pytest.mark.parametrize('shape', ['L', 'rope'])

@@ -8,6 +8,6 @@ step, nor on how its text was divided into steps.
     tables       what the host writes before a call, what stays on the device, and what is read back
     slots        which sequence has which row of the tables, and where the slot of a position is
     linears, storing, attention, drawing    the functions of a step, which are Triton kernels
-    overlap      how a kernel begins before the one before it has ended
+    ordering     a kernel begins before the one before it has ended; which program ends last
     queue        what the device does one after the other: graphs, copies, events
 """

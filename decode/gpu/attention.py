@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from decode.gpu.overlap import overlap, wait
+from decode.gpu.ordering import is_last, overlap, wait
 from decode.gpu.slots import SPLIT, SPLITS, TILE
 from decode.gpu.storing import slot_of, store, store_new, what_is_stored
 
@@ -124,13 +124,7 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
             tl.store(part + D + 1, weight, mine)
         tl.store(part[:, None] + channels[None, :], sums, numbers)
 
-    tl.debug_barrier()
-    counter, n_others = ended + row * N_HEAD + tl.program_id(1), tl.num_programs(2) - 1
-    n_ended = n_others
-    if n_others > 0:
-        n_ended = tl.atomic_add(counter, 1)
-    if n_ended == n_others:  # all parts have been written
-        tl.store(counter, 0)
+    if is_last(ended + row * N_HEAD + tl.program_id(1), tl.num_programs(2)):
         add_up(y + (row * N_HEAD + heads) * D, parts + (row * N_SPLITS * N_HEAD + heads) * (D + 2), n_splits, mine,
                N_HEAD, D, PADDED, ROWS)
 

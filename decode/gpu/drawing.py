@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from decode.gpu import tables
-from decode.gpu.overlap import overlap, wait
+from decode.gpu.ordering import is_last, overlap, wait
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = map(
     tl.constexpr, range(tables.N_SETTINGS + 1))
@@ -88,7 +88,7 @@ def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stri
     one, and lets the row's state go on.
     """
     wait(OVERLAP)
-    row, n_others = tl.program_id(0), tl.num_programs(1) - 1
+    row, n_programs = tl.program_id(0), tl.num_programs(1)
     may_draw, number = tl.load(left + row), tl.load(numbers + row)
     score, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
     if may_draw > 0:
@@ -97,19 +97,14 @@ def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stri
         part = tl.arange(0, triton.next_power_of_2(N_PARTS))
         largest = tl.max(tl.load(most + row * N_PARTS + part, part < N_PARTS, -INFINITY), 0)
         score, token = token_of(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, largest, key, V, BLOCK)
-    n_ended = n_others
-    if n_others > 0:
-        at = row * MOST_PROGRAMS + tl.program_id(1)
-        tl.store(scores + at, score)
-        tl.store(found + at, token)
-        tl.debug_barrier()
-        n_ended = tl.atomic_add(ended + row, 1)
-    if n_ended == n_others:
-        if n_others > 0:
-            tl.store(ended + row, 0)
+    if n_programs > 1:
+        tl.store(scores + row * MOST_PROGRAMS + tl.program_id(1), score)
+        tl.store(found + row * MOST_PROGRAMS + tl.program_id(1), token)
+    if is_last(ended + row, n_programs):
+        if n_programs > 1:
             i = tl.arange(0, MOST_PROGRAMS)
-            all_scores = tl.load(scores + row * MOST_PROGRAMS + i, i <= n_others, -1.0)
-            all_tokens = tl.load(found + row * MOST_PROGRAMS + i, i <= n_others, V)
+            all_scores = tl.load(scores + row * MOST_PROGRAMS + i, i < n_programs, -1.0)
+            all_tokens = tl.load(found + row * MOST_PROGRAMS + i, i < n_programs, V)
             token = tl.min(tl.where(all_scores == tl.max(all_scores, 0), all_tokens, V), 0)
         go_on(row, token, may_draw, number, marks, drawn, drawn_stride, step, tokens, positions, sequences, numbers,
               left, V)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from decode.gpu.overlap import overlap, wait
+from decode.gpu.ordering import is_last, overlap, wait
 
 PART, UNIT = 768, 256  # the fewest columns of a part of x, and of what it is a multiple
 NARROW = 4096          # numbers of an `out` of which programs compute parts: a wide one has enough of them without
@@ -116,20 +116,16 @@ def linear_kernel(x, out, weight, bias, gate, gate_bias, parts, ended, n_rows, n
         if gate is not None:
             gates = tl.dot(tl.load(gate + of_weight + i[None, :], inside, 0), numbers, gates, input_precision='ieee')
     at, inside = rows.to(tl.int64) * n_out + outs[:, None], out_is_real & (rows < n_rows)
-    is_last = True
-    if parts is not None:
+    if parts is None:
+        write(sums, gates, out + at, bias, gate, gate_bias, outs, inside, n_out, ACTIVATION, ADD)
+    else:
         of_part, n_parts = n_rows.to(tl.int64) * n_out, tl.num_programs(2)
         tl.store(parts + tl.program_id(2) * of_part + at, sums, inside)
-        tl.debug_barrier()
-        counter = ended + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        is_last = tl.atomic_add(counter, 1) == n_parts - 1  # all other parts have been written
-        if is_last:
-            tl.store(counter, 0)
+        if is_last(ended + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), n_parts):
             sums = tl.load(parts + at, inside, 0)
             for part in range(1, n_parts):
                 sums += tl.load(parts + part * of_part + at, inside, 0)
-    if is_last:
-        write(sums, gates, out + at, bias, gate, gate_bias, outs, inside, n_out, ACTIVATION, ADD)
+            write(sums, gates, out + at, bias, gate, gate_bias, outs, inside, n_out, ACTIVATION, ADD)
 
 
 @triton.jit

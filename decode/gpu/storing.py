@@ -6,7 +6,7 @@ A program computes one head of one row, so that no row depends on another.
 import triton
 import triton.language as tl
 
-from decode.gpu.overlap import overlap, wait
+from decode.gpu.ordering import overlap, wait
 
 
 def store(qkv, norms, arguments, constants):
