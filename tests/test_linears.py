@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,6 @@ from decode.kernel.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, SHEET, SUMMED
 from decode.kernel.linears import (
     ADD,
     CLAIMED,
-    DOT_PRODUCTS,
     GELU,
     GELU_TANH,
     STORE,
@@ -60,6 +60,8 @@ class Packed:
         torch.manual_seed(0)
         self.weights, self.n_rows = weights, max(ROWS)
         self.linears = [(torch.randn(n, k) * torch.rand(n, 1), torch.randn(n) if n % 2 else None) for n, k in shapes]
+        for w, _ in self.linears:  # the largest bytes beside each other
+            w[0], w[1] = 1, torch.arange(w.size(1)) % 2 * 2.0 - 1
         model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
         whole, weights_of_decoder.linears_of = weights_of_decoder.linears_of, lambda *_: [*self.linears, LM_HEAD]
         try:
@@ -83,6 +85,7 @@ class Packed:
         """x (rows, K), zeros where K is padded."""
         n, k = self.linears[number][0].shape
         x = torch.randn(self.n_rows, k) * torch.logspace(-3, 2, self.n_rows)[:, None]
+        x[0], x[1] = 1, -1
         return F.pad(x, (0, padded(k, GROUP) - k))
 
     def width(self, number, then):
@@ -223,33 +226,31 @@ CHECK = ("import sys, test_linears\n"
          "for weights in sys.argv[1:]:\n    print(test_linears.check(weights, test_linears.SMALL))\n")
 
 
-def check_elsewhere(before, weights):
-    """What `check` finds in another process, after the code `before`. What it compiles has a folder of its own."""
+def check_elsewhere(before, weights, cpu):
+    """
+    What `check` finds in another process, with DECODE_CPU=cpu and after the code `before`. What it compiles has a
+    folder of its own.
+    """
     here = os.path.dirname(os.path.abspath(__file__))
-    folder = os.path.join(here, '__pycache__', hashlib.sha256(before.encode()).hexdigest())
+    folder = os.path.join(here, '__pycache__', hashlib.sha256(f'{before} {cpu}'.encode()).hexdigest())
     done = subprocess.run([sys.executable, '-c', before + CHECK, *weights], capture_output=True, text=True, cwd=here,
-                          env={**os.environ, 'PYTHONPATH': os.path.dirname(here), 'NUMBA_CACHE_DIR': folder})
+                          env={**os.environ, 'PYTHONPATH': os.path.dirname(here), 'NUMBA_CACHE_DIR': folder,
+                               'DECODE_CPU': cpu})
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
-EIGHT_LANES = ("import llvmlite.binding as llvm\n"
-               "features = llvm.get_host_cpu_features()\n"
-               "features.update({name: False for name in features if 'avx512' in name or 'avx10' in name})\n"
-               "llvm.get_host_cpu_features = lambda: features\n"
-               "import decode.kernel.vectors\n"
-               "assert decode.kernel.vectors.LANES == 8\n")
-NO_DOT_PRODUCTS = "import decode.kernel.linears\ndecode.kernel.linears.DOT_PRODUCTS = False\n"
+SHIFTS = "import decode.kernel.linears as linears\nlinears.DOT, linears.ADDED = 'shifts', 128\n"
 
 
-@pytest.mark.parametrize('without', sizes([EIGHT_LANES + NO_DOT_PRODUCTS], [EIGHT_LANES, NO_DOT_PRODUCTS]),
-                         ids=sizes(['both'], ['AVX-512', 'dot products']))
-def test_machines_without_some_instructions_give_the_same_bits(without):
+@pytest.mark.parametrize('cpu, before', [('avx2', ''), *sizes([], [('avx2', SHIFTS), ('', SHIFTS)]), ('avxvnni', '')])
+def test_processors_without_some_instructions_give_the_same_bits(cpu, before):
     """
-    Vectors of eight lanes, as without AVX-512, have other tiles: the order of a sum does not depend on them. int8 has a
-    portable path for machines without AVX512-VNNI.
+    Vectors of eight lanes, as without AVX-512, have other tiles: the order of a sum does not depend on them. And bytes
+    are multiplied in other ways, whose sums are exact.
     """
-    if LANES == 8 and not DOT_PRODUCTS:
-        pytest.skip("this machine has neither, and the other tests have run without them")
-    weights = sizes(['float32', 'int8'], WEIGHTS)
-    assert check_elsewhere(without, weights) == [check(w, SMALL) for w in weights]
+    features = llvm.get_host_cpu_features()
+    if cpu and not (features.get(cpu) and features.get('avx2')):
+        pytest.skip(f"this processor has no {cpu}")
+    weights = sizes(['float32', 'int8', 'int4'] if cpu == 'avx2' else ['int8'], WEIGHTS)
+    assert check_elsewhere(before, weights, cpu) == [check(w, SMALL) for w in weights]

@@ -81,8 +81,13 @@ from decode.kernel.vectors import (
     sum_lanes,
 )
 
-# does the processor have one instruction for int8 x int8 with int32 sums?
-DOT_PRODUCTS = LANES == 16 and bool(features.get('avx512vnni'))
+# How the products of four bytes are added to an int32. VNNI has one instruction, for unsigned times signed bytes. AVX2
+# has one for pairs, in 16 bits that must not overflow: the size of a byte times the other one with its sign. Elsewhere
+# bytes are shifted out of their numbers.
+VNNI = {8: 'avxvnni', 16: 'avx512vnni'}[LANES]
+DOT = 'vnni' if features.get(VNNI) else 'avx2' if LANES == 8 and features.get('avx2') else 'shifts'
+ADDED = 0 if DOT == 'avx2' else 128  # to the inputs of int8 weights, so that they are unsigned
+BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
 INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4, I32: 8}  # of packed weights, by their type; int4 are packed as uint32
 INT4_VECTORS = 1 + GROUP // 8  # of int4 weights, for GROUP inputs
 # How many panels of a sheet a tile of 1, 2, ... rows multiplies at once, by the type of the weights: so many that the
@@ -92,8 +97,8 @@ TILES = {F32: (4, 4, 4, 4, 4, 4, 2, 2), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2
          I32: (4, 4, 2, 2, 2, 2, 2, 2)}
 ONE_OF_SEVERAL = {F32: 6, I16: 5, I8: 8, I32: 8}
 if LANES == 8:
-    TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 2), I32: (4, 4, 2)}
-    ONE_OF_SEVERAL = {F32: 6, I16: 4, I8: 3, I32: 3}
+    TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 2, 2, 2, 2), I32: (4, 4, 2, 2, 2, 2)}
+    ONE_OF_SEVERAL = {F32: 6, I16: 4, I8: 6, I32: 6}
 # Tiles of so many rows and more prefetch weights. Prefetching for a single row made a step 0.76 to 1.02 times as fast
 # (S, M, L with each type of weights, on an AMD EPYC of the Zen 4 kind).
 PREFETCH_ROWS = 3
@@ -235,6 +240,7 @@ class Tile:
         """sums += vector number i of each panel times its inputs, of which the first has this number (see `at`)"""
         builder = self.builder
         weights = [of_each_input(builder, v, self.inputs) for v in self.load_vectors(i)]
+        sizes = [size_of_bytes(builder, v) for v, in weights] if self.inputs == 4 and DOT == 'avx2' else None
         for r, k in product(range(self.n_rows), range(len(weights[0]))):
             in_bytes = self.inputs >= 4
             at = self.at(self.x, I32 if in_bytes else F32, (self.stride, r), *first_input, 4 * k if in_bytes else k)
@@ -242,7 +248,9 @@ class Tile:
             for p in range(self.n):
                 s, w = sums[r * self.n + p], weights[p][k]
                 v = builder.load(s)
-                if self.inputs == 4:
+                if sizes:
+                    v = dot_bytes(builder, v, sizes[p], with_signs(builder, x, w))
+                elif self.inputs == 4:
                     v = dot_bytes(builder, v, x, w)
                 elif self.inputs == 8:
                     v = dot_bytes(builder, v, w, x)
@@ -255,8 +263,11 @@ class Tile:
         builder, vectors = self.builder, GROUP // 4
         sums = [cgutils.alloca_once(builder, INTS) for _ in totals]
         with cgutils.for_range(builder, builder.udiv(self.n_inputs, I64(GROUP))) as loop:
-            # the inputs are 128 too large, so the sums start at -128 times the sum of the weights
+            # inputs that are 128 too large have sums that start at -128 times the sum of the weights
             for s, (_, p) in zip(sums, self.cells):
+                if not ADDED:
+                    builder.store(same(0, INTS), s)
+                    continue
                 shorts = ir.VectorType(I16, LANES)
                 at = self.at(self.start, shorts, (loop.index, SHEET * LANES), (self.first + p) * LANES)
                 v = builder.sext(emit_load(builder, at, 2), INTS)
@@ -308,15 +319,31 @@ def of_each_input(builder, v, inputs):
 
 
 def dot_bytes(builder, sums, a, b):
-    """sums + the dot products of four uint8 of a with four int8 of b, lane by lane (a and b as int32)."""
-    if DOT_PRODUCTS:
-        return call(builder, 'llvm.x86.avx512.vpdpbusd.512', INTS, sums, a, b)
+    """
+    sums + the dot products of four uint8 of a with four int8 of b, lane by lane (a and b as int32). With AVX2 no
+    products of two bytes beside each other may add up to more than 32,767.
+    """
+    if DOT == 'vnni':
+        return call(builder, f'llvm.x86.avx512.vpdpbusd.{32 * LANES}', INTS, sums, a, b)
+    if DOT == 'avx2':
+        pairs = call(builder, 'llvm.x86.avx2.pmadd.ub.sw', SHORTS, *[builder.bitcast(v, BYTES) for v in (a, b)])
+        return builder.add(sums, call(builder, 'llvm.x86.avx2.pmadd.wd', INTS, pairs, same(1, SHORTS)))
     for byte in range(4):
         up = same(24 - 8 * byte, INTS)
         a_byte = builder.lshr(builder.shl(a, up), same(24, INTS))
         b_byte = builder.ashr(builder.shl(b, up), same(24, INTS))
         sums = builder.add(sums, builder.mul(a_byte, b_byte))
     return sums
+
+
+def size_of_bytes(builder, v):
+    return builder.bitcast(call(builder, 'llvm.abs.v32i8', BYTES, builder.bitcast(v, BYTES), I1(0)), INTS)
+
+
+def with_signs(builder, v, of):
+    """The bytes of v with the signs of those of `of` as factors: -1, 0 or 1."""
+    v, of = (builder.bitcast(each, BYTES) for each in (v, of))
+    return builder.bitcast(call(builder, 'llvm.x86.avx2.psign.b', BYTES, v, of), INTS)
 
 
 @njit
@@ -353,12 +380,13 @@ def sum_groups(rounded, at, K, starts, start_at):
 def prepare_rows(w, x, n_rows, K, scratch):
     """
     Before `linear` is called: for int8 and int4 weights w, round the rows of x, (n_rows, K), to int8 in the scratch.
-    The dot product instruction takes unsigned numbers on one side: for int8 weights those are the inputs, plus 128.
+    An instruction for dot products takes unsigned numbers on one side: of int8 weights those may be the inputs.
     """
     inputs = inputs_per_vector(w)
+    added = ADDED if inputs == 4 else 0
     if inputs >= 4:
         for r in range(n_rows):
-            round_row(x, r * K, K, scratch.rounded, r * K, 128 if inputs == 4 else 0, scratch.scales, r * (K // GROUP))
+            round_row(x, r * K, K, scratch.rounded, r * K, added, scratch.scales, r * (K // GROUP))
             if inputs == 8:
                 sum_groups(scratch.rounded, r * K, K, scratch.starts, r * (K // WEIGHT_GROUP))
 

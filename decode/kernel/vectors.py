@@ -8,15 +8,24 @@ and contiguous, and no function checks bounds.
 """
 import functools
 import operator
+import os
 
 import llvmlite.binding as llvm
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
+# Code for an older processor, for tests and benchmarks: its features are all that is used
+CPUS = {'avx2': ('haswell', {'avx2': True}), 'avxvnni': ('alderlake', {'avx2': True, 'avxvnni': True})}
 features = llvm.get_host_cpu_features()
+if asked := os.environ.get('DECODE_CPU'):
+    if asked not in CPUS:
+        raise ValueError(f"DECODE_CPU must be {' or '.join(CPUS)}, or left out, not {asked!r}")
+    numba.config.CPU_NAME, features = CPUS[asked]
+    numba.config.CPU_FEATURES = ''  # beside those of the name
 LANES = 16 if features.get('avx512f') else 8  # eight floats are one AVX register, or two of ARM's
 
 I1, I8, I16, I32, I64, F32, F64 = *map(ir.IntType, (1, 8, 16, 32, 64)), ir.FloatType(), ir.DoubleType()
