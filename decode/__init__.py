@@ -34,6 +34,7 @@ SPECULATE = 'auto', 'off', 'int4', 'int8', 'ngram'
 MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU executor reads
 LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
 DRAFTED_BYTES = 2**24  # of weights: with fewer, a step takes about as long as the Python code of a round with drafts
+DRAFTS = {'float32': 'int8', 'bfloat16': 'int4'}  # who proposes for which weights: int8 draws more of their tokens
 DRAFTED_SEQUENCES = 8  # of a call: with more, the rows of a chunk cost nearly as much as single steps
 
 
@@ -89,8 +90,8 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
         uses; None or 0 lets it choose by timing a few steps. Where one of the two is given, it is that executor or a
         ValueError.
     speculate: who proposes tokens to the numba executor, see `speculative`: 'int4' or 'int8', the same weights in fewer
-        bits; 'ngram', the text; 'off', nobody. 'auto' is int4 for float32 and bfloat16 weights of DRAFTED_BYTES or
-        more and up to DRAFTED_SEQUENCES sequences. draft: a `drafts.ModelDraft`, which takes the place of what 'auto'
+        bits; 'ngram', the text; 'off', nobody. 'auto' is the type in DRAFTS for weights of DRAFTED_BYTES or more and
+        up to DRAFTED_SEQUENCES sequences. draft: a `drafts.ModelDraft`, which takes the place of what 'auto'
         would choose.
 
     Raises ValueError for an executor that does not exist or does not work here, and for settings that it does not have.
@@ -135,8 +136,8 @@ def made(model, batch_size, weights, threads, speculate, draft):
     from decode.cpu import CPUExecutor
     if speculate == 'auto' and not draft:
         n_bytes = sum(p.numel() for p in model.parameters()) * (4 if weights == 'float32' else 2)
-        pays = weights in ('float32', 'bfloat16') and n_bytes >= DRAFTED_BYTES and batch_size <= DRAFTED_SEQUENCES
-        speculate = 'int4' if pays else 'off'
+        pays = n_bytes >= DRAFTED_BYTES and batch_size <= DRAFTED_SEQUENCES
+        speculate = DRAFTS.get(weights, 'off') if pays else 'off'
     executor = CPUExecutor(model, weights, threads or None)
     if speculate == 'off' and not draft:
         return executor

@@ -16,7 +16,7 @@ from decode.kernel.linears import INT4_VECTORS
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES, padded
 
-ROWS_AT_ONCE = 2**12  # of a matrix that is packed: the numbers on the way take memory too
+ROWS_AT_ONCE = 2**9  # of a matrix that is packed: the numbers on the way fit the caches
 LARGEST = -7, -7.5, -8, -8.5, -9, -9.5  # what the largest number of a group is divided into, see `quantise_groups`
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
 padded = padded.py_func

@@ -206,12 +206,13 @@ def test_a_draft_without_room_proposes_nothing():
         assert given(engine, alone) == given(plain, alone) and any(n for n, _, _ in rounds())
 
 
-def test_auto_takes_int4_for_large_models_and_few_sequences(monkeypatch):
+def test_auto_takes_fewer_bits_for_large_models_and_few_sequences(monkeypatch):
     m = model_of('rope')
     assert type(decode.best(m, 1, speculate='auto')) is CPUExecutor
     monkeypatch.setattr(decode, 'DRAFTED_BYTES', 0)
     chosen = decode.best(m, 1, speculate='auto')
-    assert type(chosen) is Drafting and chosen.draft.name == 'int4 weights' and 'drafts by int4' in chosen.name
+    assert type(chosen) is Drafting and chosen.draft.name == 'int8 weights' and 'drafts by int8' in chosen.name
+    assert decode.best(m, 1, 'bfloat16', speculate='auto').draft.name == 'int4 weights'
     assert type(decode.best(m, 1)) is type(decode.best(m, 9, speculate='auto')) is CPUExecutor
     assert type(decode.best(m, 1, 'int8', speculate='auto')) is CPUExecutor
     assert decode.best(m, 1, 'int8', speculate='int4').draft.name == 'int4 weights'
