@@ -172,6 +172,7 @@ def send_exit_codes(scripts):
 def run_script(folder, script, args, env):
     """Run a script as __main__, and return the exit code of the process."""
     os.environ.update(env)
+    sys.stdout.reconfigure(encoding=env.get('PYTHONIOENCODING', 'utf-8'))
     os.chdir(folder)
     main = types.ModuleType('__main__')
     main.__file__ = os.path.abspath(script)

@@ -247,7 +247,7 @@ def test_what_is_drawn_is_printed_when_a_run_is_ended(trained):
                     '--start=The ')
     while 'decoder:' not in process.stderr.readline():
         pass
-    time.sleep(1.5)
+    time.sleep(.5)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=TIMEOUT)
     texts = out.split(LINE)

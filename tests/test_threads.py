@@ -6,14 +6,13 @@ import linecache
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 import torch
-from conftest import ROOT, sizes
+from conftest import ROOT, run, sizes
 from test_executors import TWO, Slots, Text, texts
 from tiny_models import model_of
 
@@ -200,7 +199,7 @@ def test_executors_in_the_child_of_a_fork():
     background.join()
 
 
-def test_the_process_ends_while_a_daemon_thread_computes():
+def test_the_process_ends_while_a_daemon_thread_computes(tmp_path):
     code = """
 import sys, threading, time
 sys.path[:0] = 'tests', '.'
@@ -214,8 +213,9 @@ def on_and_on():
 threading.Thread(target=on_and_on, daemon=True).start()
 time.sleep(0.3)
 """
+    (tmp_path / 'computes.py').write_text(code)
     for _ in range(sizes(1, 3) if TWO > 1 else 0):
-        done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+        done = run(ROOT, tmp_path / 'computes.py')
         # Python ends daemon threads where they ask for its lock, and torch's C++ may abort at that; it must not hang
         assert done.returncode in (0, -6), done.stderr
 
