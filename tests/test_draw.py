@@ -238,6 +238,30 @@ def test_the_kth_largest_of_numbers_in_any_order(order):
         assert value == np.sort(row)[-k] and above == (row > value).sum()
 
 
+def test_bias_min_tokens_and_penalties_by_hand():
+    """At temperature 0 the token shows the largest of the changed logits; the row of several samples stays."""
+    row, before = np.array([[2.0, -1.0, 0.5, 1.0, 3.0]], np.float32), [2.0, -1.0, 0.5, 1.0, 3.0]
+    for how, prompt, drawn, token in (
+            (dict(), [1], [], 4), (dict(logit_bias={1: 4.5}), [1], [], 1), (dict(logit_bias={4: -100}), [1], [], 0),
+            (dict(stops=[4, 0], min_tokens=2), [1], [3], 3), (dict(stops=[4], min_tokens=2), [1], [3, 3], 4),
+            (dict(presence_penalty=1.5), [4], [], 4), (dict(presence_penalty=1.5), [1], [4, 4], 0),
+            (dict(frequency_penalty=0.6), [1], [4], 4), (dict(frequency_penalty=0.6), [1], [4, 4], 0),
+            (dict(repetition_penalty=2.0), [4], [], 0), (dict(repetition_penalty=2.0), [4, 0], [4], 4),
+            (dict(repetition_penalty=2.0, frequency_penalty=0.3), [4], [4, 4, 0], 3)):
+        for tokens in both(row, [Sample(5, prompt, drawn, temperature=0.0, **how)]):
+            assert tokens == [token], (how, prompt, drawn)
+    assert row[0].tolist() == before
+    settings = DrawSettings(5, top_k=9, min_tokens=3)
+    assert settings.values[1] == 5 and settings.min_tokens == 0  # no stop tokens
+    penalised = DrawSettings(5, frequency_penalty=1.0, prompt=[2])
+    for drawn in ([], [1], [1, 1, 3], [1]):
+        penalised.count(drawn)
+        assert penalised.counts.tolist() == [drawn.count(token) for token in range(5)]
+    penalised.counts[0], penalised.n_counted = 7, -1  # a call has failed
+    penalised.count([1])
+    assert penalised.counts.tolist() == [0, 1, 0, 0, 0]
+
+
 def test_infinite_logits():
     row = np.array([[3.0, 2e37, 1.0, 2e37, -2e37]] * 9, np.float32)  # a penalty makes token 1 infinite
     for how in (dict(top_p=0.9), dict(top_k=3), dict(), dict(temperature=0.0)):

@@ -103,6 +103,29 @@ def test_the_operator_is_a_dictionary_of_tokens(case):
 VECTOR = dict(seqstarts=torch.tensor([0, 3, 4]), start_pos=torch.tensor([0, 2]), kvstarts=torch.tensor([0, 3, 6]))
 
 
+@pytest.mark.parametrize('mode, cachestarts, stored, loaded', [
+    (0, [0, 16], [0, 1, 2, 18], [0, 1, 2, 16, 17, 18]),
+    (1, [[8, 0], [24, 16]], [8, 9, 0, 16], [8, 9, 0, 24, 25, 16]),
+])
+@pytest.mark.parametrize('layout', SHAPES)
+def test_worked_vector(mode, cachestarts, stored, loaded, layout):
+    cache = empty(layout, 32, 1, 1, 2, torch.float32)
+    # (T, 2, H, D)
+    rows = {0: cache[:, 0], 1: cache[0], 2: cache[0].transpose(0, 1), 3: cache[0].permute(2, 0, 1, 3)}[layout]
+    rows[:] = torch.arange(32.)[:, None, None, None]
+    k, v = (100 * sign * torch.arange(1., 5)[:, None, None].expand(4, 1, 2) for sign in (1, -1))
+    key, value = key_value_cache(k, v, VECTOR['seqstarts'], VECTOR['kvstarts'], torch.tensor(cachestarts),
+                                 VECTOR['start_pos'], 3, 3,
+                                 cache, cache_mode=mode, cache_layout=layout, page_size=2)
+    expected = [float(row) for row in loaded]
+    for row, token in zip(stored, (100, 200, 300, 400)):
+        assert rows[row, 0].eq(token).all() and rows[row, 1].eq(-token).all()
+        expected[loaded.index(row)] = token
+    assert key[:, 0, 0].tolist() == expected
+    untouched = [row for row in range(32) if row not in stored]
+    assert rows[untouched, 0, 0, 0].tolist() == untouched
+
+
 GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, cache_layout=2, page_size=2,
             max_seqlen=3, max_kvlen=3,
             seqstarts=VECTOR['seqstarts'], kvstarts=VECTOR['kvstarts'], start_pos=VECTOR['start_pos'],
