@@ -6,7 +6,7 @@ import pytest
 import torch
 from example_models import f32
 from plain_gpt import plain
-from test_cells import logits_of
+from test_cells import cache, logits_of, put
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcache.llamacpp.cache import CellCache
@@ -74,6 +74,25 @@ def test_a_forward_pass_brings_slots_and_keys_to_each_layers_device():
         assert keys[0] is keys[1]  # so that attention makes its mask once
         c.take_back(batch)
         assert c.place(batch, 'cuda:0')[0].keys.pos.device.type == 'cuda'
+
+
+def test_no_gradients_go_through_a_cache():
+    m, idx = deep_model()
+    for kind, unified in (('float32', True), ('int8', True), ('float32', False)):
+        c = CellCache(4, 2, 16, 16, 3, unified, kind, kind)
+        for start in (0, 4):
+            logits_of(m, idx[0, :8], c, {seq: range(start, start + 4) for seq in (2, 0)})
+        assert not any(tensor.requires_grad for layer in c.layers for tensor in layer.tensors())
+
+
+def test_what_is_cleared_is_zero():
+    c = cache()
+    put(c, {0: range(3)}, [float('nan')] * 3)
+    c.clear()
+    assert not c.layers[1].k.data.any() and not c.layers[1].v.data.any()
+    with torch.inference_mode():
+        made_there = cache()
+    put(made_there, {0: range(3)})  # outside inference mode too
 
 
 # several caches for one model
