@@ -50,6 +50,14 @@ def test_a_file_that_cuts_and_pads_does_not(tmp_path):
     assert JSONTokenizer(json.dumps(content), end_tokens=[1]).decode([0]) == ''
 
 
+def test_vocab_size_is_the_largest_id_and_one():
+    content = json.loads(json_tokenizer(TEXT).json)
+    content['added_tokens'].append(dict(content['added_tokens'][0], id=320, content='<extra>'))
+    ours = JSONTokenizer(json.dumps(content))
+    largest = ours.encode('<extra>')[0]
+    assert ours.vocab_size == largest + 1 and ours.decode([largest]) == '<extra>'
+
+
 @pytest.mark.parametrize('content, line', [
     ('half a {', 'cannot be read'),
     ('{"model": {}}', 'cannot be read'),
