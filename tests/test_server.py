@@ -742,7 +742,7 @@ def test_the_description_is_true():
                 if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
                     continue
 
-                @settings(max_examples=sizes(10, 200) if operation.body else 2,
+                @settings(max_examples=sizes(7, 200) if operation.body else 2,
                           suppress_health_check=list(HealthCheck))
                 @given(operation.as_strategy(generation_mode=mode))
                 def call(case):
