@@ -195,10 +195,10 @@ BLOCK = 16
 
 def test_same_tokens_with_and_without_the_cache(pytestconfig):
     """
-    50 seeds of weights, prompt and draws for each case, on to twice the window. `make test` takes 8 seeds: --full is an
+    50 seeds of weights, prompt and draws for each case, on to twice the window. `make test` takes 3 seeds: --full is an
     option of tests/conftest.py, which pytest does not read when it is given this file alone.
     """
-    seeds = range(50 if pytestconfig.getoption('full', True) else 8)
+    seeds = range(50 if pytestconfig.getoption('full', True) else 3)
     for T, temperature, batch in itertools.product([1, 6, BLOCK - 1, BLOCK, BLOCK + 1], [0.0, 0.8], [1, 4]):
         for s in seeds:
             torch.manual_seed(s)

@@ -77,7 +77,8 @@ TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2
 
 
 # scripts read these variables after their imports; each is the beginning of a name
-READ_LATE = 'KV_DEBUG', 'CUDA_VISIBLE_DEVICES', 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_'
+READ_LATE = ('KV_DEBUG', 'CUDA_VISIBLE_DEVICES', 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_', 'HF_', 'HOME',
+             'XDG_CACHE_HOME', 'PYTHONIOENCODING')
 
 servers = []  # the ForkServer of this process, once it is needed
 

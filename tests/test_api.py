@@ -83,6 +83,7 @@ def test_errors_name_the_field(fields, param):
     dict(verbosity='low'), dict(prompt_cache_key='k'), dict(safety_identifier='s'), dict(best_of=1),
     dict(suffix=''), dict(logprobs=False), dict(skip_special_tokens=True),
     dict(use_beam_search=False), dict(chat_template_kwargs={}), dict(repeat_penalty=1.0), dict(stream_options={}),
+    dict(temperature=None, stop=None, logit_bias=None, suffix=None, top_p=None, n=None, max_tokens=None),
     dict(stream_options=dict(include_usage=None)), dict(nobody_knows=None, tools=None, audio=None, prediction=None),
     dict(add_special_tokens=True), dict(include_stop_str_in_output=False), dict(logit_bias=[]), dict(grammar=''),
     dict(guided_choice=[], guided_json={}, structured_outputs=dict(json=None)), dict(stop=[None]), dict(max_tokens=-1),
@@ -217,12 +218,6 @@ def test_a_body_becomes_requests():
     other, = requests(stop=stops, include_stop_str_in_output=True, skip_special_tokens=False)
     assert other.stop == tuple(stops) and other.include_stop and not other.skip_special
     assert not first.include_stop and first.skip_special and not first.strip
-
-
-def test_null_is_the_default_and_a_seed_is_drawn():
-    drawn = [requests(temperature=None, stop=None, seed=None, logit_bias=None, suffix=None)[0] for _ in range(8)]
-    assert drawn[0].draw['temperature'] == 1.0 and drawn[0].stop == () and len({r.seed for r in drawn}) == 8
-    assert all(0 <= r.seed < 2**63 for r in drawn) and drawn[0].draw['logit_bias'] == {}
 
 
 def test_lines_of_a_stream_end_where_its_events_do():

@@ -1,6 +1,4 @@
 """bench.py runs, counts correctly and writes its file. The speeds are not tested."""
-import ast
-import glob
 import json
 import os
 from itertools import product
@@ -8,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import run
 
 import decode
 from benchmarks import gpu, harness, ours
@@ -51,15 +49,6 @@ def test_cases_take_turns_and_medians_count(monkeypatch):
     assert a.row(x=1) == dict(name='a', x=1, runs_s=[1, 3, 2])
 
 
-def test_a_table_has_the_figures_that_there_are():
-    rows = [dict(shape='S', step_s=0.00125, over_a=1.234, n=1200, same=True, first_ms=[5.0, 9.5]),
-            dict(shape='M', step_s=1.5, over_a=None, n=7, same=False, first_ms=[1234.5, 0.25])]
-    assert harness.table(rows, 'shape n step_s over_a same missing first_ms').splitlines() == [
-        'shape      n        step_s  over_a  same     first_ms',
-        'S      1,200      1.250 ms  1.234x  yes        5, 9.5',
-        'M          7  1,500.000 ms          NO    1,234, 0.25']
-
-
 def test_parts_and_shapes_that_are_not_run_stay_in_the_file(tmp_path):
     path = str(tmp_path / 'b.json')
 
@@ -78,16 +67,6 @@ def test_parts_and_shapes_that_are_not_run_stay_in_the_file(tmp_path):
     assert measured('clients', 'L', 4, bias=False)['steps'] == [('S', 1, 5), ('M', 2, 3), ('L', 1, 5)]
     assert measured('clients', 'S', 4, bias=False)['clients'] == [('S', 4, 5), ('L', 4, 5)]
     assert measured('clients', 'M', 5, bias=True)['clients'] == [('M', 5, 5)], "the others were without biases"
-
-
-def test_one_file_imports_the_engine():
-    for path in glob.glob(os.path.join(ROOT, 'benchmarks', '**', '*.py'), recursive=True):
-        with open(path, encoding='utf-8') as f:
-            nodes = [*ast.walk(ast.parse(f.read()))]
-        found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-        engine = {name for name in found if name.split('.')[0] in ('generation', 'decode', 'kvcache', 'serving')}
-        assert bool(engine) is (os.path.basename(path) == 'ours.py'), path
 
 
 def test_positions_computed():

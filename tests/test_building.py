@@ -1,8 +1,6 @@
 """Compiled code on disk that several processes write and read."""
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -25,7 +23,7 @@ def nothing():
 
 @overload(nothing)
 def compile_slowly():
-    time.sleep(2)
+    time.sleep(1)
     return lambda: None
 
 
@@ -62,15 +60,26 @@ for name in sys.argv[1:]:
     function = globals()[name]
     print(name, function(10), sum(function.stats.cache_hits.values()))
 '''
-FAILING = ("import runpy, sys; from numba.core.caching import IndexDataCacheFile as Files\n"
-           "def full(*args): raise OSError('No space left on device')\n"
-           "Files._save_data = full; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n")
-FORKING = ("import os, runpy, sys; import decode.kernel.building\n"
-           "for name in sys.argv[2:]:\n"
-           "    if os.fork() == 0:\n"
-           "        sys.argv = [sys.argv[1], name]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
-           "        sys.stdout.flush(); os._exit(0)\n"
-           "    os.wait()\n")
+FAILING = """
+import runpy, sys
+from numba.core.caching import IndexDataCacheFile as Files
+def full(*args):
+    raise OSError('No space left on device')
+Files._save_data, sys.argv = full, sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+FORKING = f"""
+import os, runpy, sys
+sys.path.append({ROOT!r})
+import decode.kernel.building
+for name in sys.argv[2:]:
+    if os.fork() == 0:
+        sys.argv = [sys.argv[1], name]
+        runpy.run_path(sys.argv[0], run_name='__main__')
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
 
 
 @pytest.fixture
@@ -79,16 +88,14 @@ def script(tmp_path):
     return tmp_path / 'adders.py'
 
 
-def run_adders(script, *names, by=None, **env):
+def run_adders(script, *names, by='', **env):
     """
     The lines that a process prints which calls functions: name, name(10), found on disk? Then what it says on stderr.
     by: code that runs the script.
     """
-    if by or env or os.environ.get('NUMBA_CACHE_DIR'):
-        done = subprocess.run([sys.executable, *(['-c', by] if by else []), script, *names], capture_output=True,
-                              text=True, env={**os.environ, 'PYTHONPATH': ROOT, 'NUMBA_CACHE_DIR': '', **env})
-    else:
-        done = run(script.parent, script.name, *names)
+    (script.parent / 'by.py').write_text(by)
+    env |= dict(NUMBA_CACHE_DIR='') if os.environ.get('NUMBA_CACHE_DIR') else {}
+    done = run(script.parent, *['by.py'] * bool(by), script.name, *names, **env)
     assert done.returncode == 0, done.stderr
     return (done.stdout + done.stderr).splitlines()
 
@@ -115,7 +122,7 @@ def test_a_save_that_failed_leaves_no_old_code_under_a_new_name(script):
 
 
 def test_of_several_processes_that_need_a_function_one_compiles_it(script):
-    """Compiling takes 2 s here. Without a lock all three would be in the middle of it at the same time."""
+    """Compiling takes 1 s here. Without a lock all three would be in the middle of it at the same time."""
     processes = [start(script.parent, script.name, 'add_slowly') for _ in range(3)]
     said = sorted(process.communicate()[0].strip() for process in processes)
     assert said == ['add_slowly 10 0', 'add_slowly 10 1', 'add_slowly 10 1']
@@ -129,7 +136,7 @@ def test_a_process_that_has_waited_too_long_compiles_too(script, monkeypatch):
     compiling = threading.Thread(target=adders.add_one, args=(1,))
     with cache.lock(sig):
         compiling.start()
-        compiling.join(3)
+        compiling.join(1)
         assert compiling.is_alive() and not list(Path(cache.cache_path).glob('*.nbc'))
     compiling.join()
     assert [path.name.split('-')[0] for path in Path(cache.cache_path).glob('*.nbc')] == ['adders.add_one']

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache.llamacpp.cache import CellCache
-from kvcache.llamacpp.cells import NoSlot, Streams, Window, context_shift
+from kvcache.llamacpp.cells import Streams, context_shift
 from kvcache.llamacpp.hybrid import HybridCache
 from kvcache.storage import Rows
 from model import GPTConfig
@@ -49,26 +49,6 @@ def logits_of(m, idx, c, tokens):
     at = torch.from_numpy(batch.positions)
     x, _ = m.hidden_states(idx.reshape(at.shape), at, c.place(batch))
     return m.lm_head(x).flatten(0, 1)
-
-
-@pytest.mark.parametrize('kind, seen', [('standard', [3, 4, 5]), ('chunked', [3, 4, 5]), ('none', [0, 1, 2, 3, 4, 5])])
-def test_masks(kind, seen):
-    c = cache(n_swa=3, swa_type=kind)
-    put(c, {0: range(5), 1: [0]})
-    mask = c.kq_mask(store(c, {0: [5], 1: [1]})[0])
-    assert c.streams[0].pos[:8][mask[0, 0, 0].numpy()].tolist() == seen
-    assert np.flatnonzero(mask[0, 0, 1]).tolist() == [5, 7]
-    assert Window(4, 'chunked').hides(np.arange(8), 6).tolist() == [True] * 4 + [False] * 4
-    assert Window(4, 'standard').hides(np.arange(8), 6).tolist() == [True] * 3 + [False] * 5
-
-
-def test_a_cell_that_a_window_has_passed_is_free_if_it_has_one_owner():
-    c = cache(kv_size=4, n_swa=1, swa_type='standard')
-    put(c, {(0, 1): [0, 1]})
-    put(c, {0: [2, 3]})
-    assert c.find_slot(c.batch({0: [4]})).tolist() == [[2]]
-    with pytest.raises(NoSlot):
-        c.find_slot(c.batch({0: [4, 5, 6]}))
 
 
 def test_n_kv_is_padded_and_views_are_not_copies():

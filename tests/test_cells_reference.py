@@ -305,7 +305,7 @@ class CellsMachine(RuleBasedStateMachine):
 
 def machine(unified, window=(0, 'none'), **how):
     kind = type('Machine', (CellsMachine,), dict(unified=unified, window=window, **how)).TestCase
-    kind.settings = settings(max_examples=sizes(15, 60), stateful_step_count=40, deadline=None)
+    kind.settings = settings(max_examples=sizes(8, 60), stateful_step_count=40, deadline=None)
     return kind
 
 

@@ -262,11 +262,7 @@ def test_bias_min_tokens_and_penalties_by_hand():
     assert penalised.counts.tolist() == [0, 1, 0, 0, 0]
 
 
-def test_the_largest_and_infinite_logits():
-    rows = rows_of(20, 50)
-    rows[3, 7] = rows[3, 9] = 100  # the first of equal ones
-    for tokens in both(rows, [Sample(50, temperature=0.0, top_p=0.5) for _ in rows]):
-        assert tokens == rows.argmax(1).tolist() and tokens[3] == 7
+def test_infinite_logits():
     row = np.array([[3.0, 2e37, 1.0, 2e37, -2e37]] * 9, np.float32)  # a penalty makes token 1 infinite
     for how in (dict(top_p=0.9), dict(top_k=3), dict(), dict(temperature=0.0)):
         samples = [Sample(5, [1, 3, 4], seed=seed, repetition_penalty=0.01, **how) for seed in range(9)]

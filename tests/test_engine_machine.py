@@ -272,5 +272,5 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=sizes(60, 1000), stateful_step_count=sizes(40, 100), deadline=None,
+TestEngine.settings = settings(max_examples=sizes(40, 1000), stateful_step_count=sizes(40, 100), deadline=None,
                                report_multiple_bugs=False)

@@ -24,10 +24,9 @@ from example_models import (
     needs_byte_pairs,
 )
 
-import checkpoint as checkpoints
 import formats
 from benchmarks.peers.llamacpp import model_params
-from model import GPT, GPTConfig
+from model import GPT
 from tokenizer import CharTokenizer
 
 gguf = pytest.importorskip('gguf', reason="gguf is not installed")
@@ -132,23 +131,6 @@ def test_llama_cpp_computes_the_same_but_for_its_gelu(tmp_path, config, architec
     ours = logits(model, idx)[0]
     assert (scores - ours).std() < bound * ours.std()
     assert (scores - exact).std() < max(bound, 2e-3) * exact.std()
-
-
-def test_llama_cpp_goes_on_as_we_do_but_for_near_ties(trained, tmp_path):
-    checkpoint = checkpoints.load(trained / 'out' / 'ckpt.pt')
-    model, tokenizer = checkpoints.build(checkpoint, GPT, GPTConfig).eval(), checkpoints.tokenizer_of(checkpoint)
-    formats.to_gguf(model, tmp_path / 'model.gguf', tokenizer=tokenizer)
-    theirs = llama(tmp_path / 'model.gguf')
-    for prompt in ('The ', 'state', 'with a', '"try"'):
-        tokens = theirs.tokenize(prompt.encode())
-        assert tokens == tokenizer.encode(prompt)
-        n = len(tokens)
-        for token in theirs.generate(tokens, temp=0):
-            tokens = tokens + [token]
-            if len(tokens) == model.config.block_size:
-                break
-        scores = logits(model, torch.tensor([tokens]))[0, n - 1:-1]  # of the position before each of their tokens
-        assert (scores.amax(-1) - scores.gather(-1, torch.tensor(tokens[n:])[:, None])[:, 0]).max() < 0.02
 
 
 @pytest.mark.parametrize('chars, unknown', [(map(chr, range(128)), 'é'), (TEXT.replace('\x00', '\x80'), '\x7f')])

@@ -1,10 +1,8 @@
 """formats/hub.py, and the scripts with a model's name on the hub, against a server that speaks the hub's API."""
 import os
-import subprocess
-import sys
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, run
+from conftest import ROOT, run
 from example_models import LLAMA, TEXT, chat_tokenizer, gpt
 from hub_server import serving, sha_of
 
@@ -38,8 +36,8 @@ def environment(address, cache):
 
 def ask(name, address, cache):
     """(the folder that formats/hub.py finds, or '', the last line of stderr), of a process of its own."""
-    done = subprocess.run([sys.executable, '-c', ASK, name], cwd=ROOT, capture_output=True, text=True, timeout=120,
-                          env={**ENVIRONMENT, **environment(address, cache)})
+    (cache / 'ask.py').write_text(ASK)
+    done = run(ROOT, cache / 'ask.py', name, **environment(address, cache))
     return done.stdout.strip(), (done.stderr.strip().splitlines() or [''])[-1]
 
 

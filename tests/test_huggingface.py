@@ -1,5 +1,4 @@
 """formats/huggingface.py, against those who read what it writes: transformers and its tokenizers."""
-import glob
 import json
 import os
 
@@ -17,7 +16,6 @@ from example_models import (
     QWEN3,
     ROPE,
     TEXT,
-    TIKTOKEN_CACHE,
     UNTIED,
     bpe,
     gpt,
@@ -31,7 +29,6 @@ import checkpoint
 import formats
 import model as plain_model
 import tokenizer as tokenizers
-from formats import tokenizer_files
 from model import GPT
 from tokenizer import CharTokenizer
 
@@ -213,28 +210,6 @@ def test_byte_pairs_in_hugging_faces_tokenizer(tmp_path, monkeypatch):
         assert theirs.decode(ours.encode(text)) == text
         assert theirs.eos_token_id == 50256 and theirs.decode([15496, 50300]) == 'Hello'
     assert tokenizers.state_of_dataset(tmp_path / 'hf') == {'kind': 'gpt2'}
-
-
-def test_a_tokenizer_json_stays_as_it_is(tmp_path):
-    ours, text = json_tokenizer(TEXT), TEXT + '<|endoftext|>other words'
-    formats.to_huggingface(gpt(**ROPE | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
-    assert theirs(text)['input_ids'] == ours.encode(text) and theirs.decode(ours.encode(text)) == text
-    end, = ours.encode('<|endoftext|>')
-    assert theirs.eos_token_id == end == json.loads((tmp_path / 'hf' / 'config.json').read_text())['eos_token_id']
-
-
-@needs_byte_pairs
-def test_merges_are_those_gpt2_came_with(monkeypatch):
-    tokens, merges = tokenizer_files.byte_pairs(bpe(monkeypatch).bpe)
-    for path in glob.glob(TIKTOKEN_CACHE + '/*'):  # tiktoken downloads GPT-2's own two files
-        with open(path, encoding='utf-8') as f:
-            text = f.read()
-        if text.startswith('{'):
-            assert {text: i for i, text in enumerate(tokens)} == json.loads(text)
-        else:
-            assert merges == text.splitlines()[1:]
-    assert len(merges) == 50000 and len(tokens) == 50257
 
 
 def test_an_export_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypatch):

@@ -125,11 +125,3 @@ def test_functions_and_the_model_are_short():
                 n_lines = node.end_lineno - node.lineno + 1
                 most, *_ = LONGER_FUNCTIONS.get((path, node.name), (FUNCTION_LINES,))
                 assert n_lines <= most, f"{path}: {node.name} has {n_lines} lines"
-
-
-def test_the_traced_model_copies_nothing():
-    traced, plain = (open(os.path.join(ROOT, p), encoding='utf-8').read() for p in ('debug_kv_model.py', 'model.py'))
-    bodies = {line.strip() for line in plain.splitlines()
-              if len(line.strip()) > 40 and not line.strip().startswith(('def ', 'for '))}
-    assert not [line for line in traced.splitlines() if line.strip() in bodies]
-    assert 'KVDBG' not in plain and 'KV_DEBUG' not in plain and 'print(' not in plain

@@ -176,7 +176,8 @@ def test_a_tokenizer_goes_through_checkpoints_and_folders(tmp_path, ends):
     assert theirs.apply_chat_template(messages, return_dict=False) == ours.conversation(messages)
     config = transformers.AutoConfig.from_pretrained(tmp_path / 'hf')
     settings = transformers.GenerationConfig.from_pretrained(tmp_path / 'hf')
-    assert config.bos_token_id == 1 and settings.eos_token_id == (ends if len(ends) > 1 else ends[0])
+    assert config.bos_token_id == 1 and config.eos_token_id == settings.eos_token_id == (
+        ends if len(ends) > 1 else ends[0])
     restored = checkpoint.build(checkpoint.load(tmp_path / 'ckpt.pt'), type(model), type(model.config))
     assert restored.config == model.config and torch.equal(restored.lm_head.weight, model.lm_head.weight)
 

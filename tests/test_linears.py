@@ -180,7 +180,7 @@ def check_finite(weights, shapes):
         packed.packed.fill()
 
 
-@pytest.mark.parametrize('weights', WEIGHTS)
+@pytest.mark.parametrize('weights', sizes(['int8'], WEIGHTS))
 def test_a_row_has_the_same_bits_alone_and_among_others_and_what_is_not_finite_is_noticed(weights):
     check(weights, SHAPES)
     check_finite(weights, SHAPES)

@@ -212,15 +212,6 @@ def test_lengths_may_be_tensors_without_dimensions(dtype):
     assert all(map(torch.equal, *results)) and results[0][2].any()
 
 
-def test_a_page_larger_than_the_cache():
-    """Index tensors of 32 bits and a page size of more: position p is row cachestarts + p."""
-    cache, new = torch.zeros(4, 1, 2, 1, 2), torch.ones(1, 1, 2)
-    starts = {name: torch.tensor(value, dtype=torch.int32) for name, value in
-              dict(seqstarts=[0, 1], kvstarts=[0, 3], start_pos=[2], cachestarts=[[1]]).items()}
-    key_value_cache(new, new, **starts, max_seqlen=1, max_kvlen=3, cache=cache, cache_mode=1, page_size=2**62)
-    assert cache[:, 0, 0, 0, 0].tolist() == [0, 0, 0, 1]
-
-
 def test_the_current_keys_may_be_rows_of_the_cache():
     """They are read before anything is written: rows 0 and 1 are swapped with rows 2 and 3."""
     cache, starts = torch.arange(8.).view(4, 1, 2, 1, 1), torch.tensor([0, 2, 4])

@@ -30,6 +30,8 @@ DRIVER = shutil.which('chromedriver')
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser: chromium, chromium-driver")
 
 PROMPT = 'once upon a time there was a king'
+# what the page does a second or more later comes sooner
+SOON = '{const timeout = setTimeout; setTimeout = (f, ms) => timeout(f, ms < 1000 ? ms : ms / 10)}'
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
@@ -43,6 +45,7 @@ def browser():
         options.add_argument('--no-sandbox')
     options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.execute_cdp_cmd('Page.addScriptToEvaluateOnNewDocument', {'source': SOON})
     yield driver
     driver.quit()
 
@@ -50,33 +53,44 @@ def browser():
 @pytest.fixture
 def page(browser):
     """A server with the page open. page.client: of the server. page.engine: its engine."""
-    yield from opened(browser, drawing_engine())
+    engine = drawing_engine()
+    with serving(engine) as client, opened(browser, client, engine) as page:
+        yield page
+        browser.get('about:blank')
+
+
+@pytest.fixture(scope='module')
+def chat_server():
+    """(the client of a model whose tokenizer has a chat template, its engine)"""
+    tokenizer = JSONTokenizer(json_tokenizer(TEXT).json, chat_template=TEMPLATE)
+    engine = drawing_engine(tokenizer)
+    with serving(engine, served_by(engine, tokenizer=tokenizer)) as client:
+        yield client, engine
 
 
 @pytest.fixture
-def chat(browser, request):
-    """
-    The page of a model whose tokenizer, chat.tokenizer, has a chat template. A test's parameter: of so many tokens that
-    a step reads at most.
-    """
-    tokenizer = JSONTokenizer(json_tokenizer(TEXT).json, chat_template=TEMPLATE)
-    engine = drawing_engine(tokenizer, budget=getattr(request, 'param', 64))
-    for page in opened(browser, engine, served_by(engine, tokenizer=tokenizer)):
-        page.tokenizer = tokenizer
+def chat(browser, chat_server):
+    """The page of a model that chats. chat.tokenizer: the model's."""
+    client, engine = chat_server
+    with opened(browser, client, engine) as page:
+        page.tokenizer = client.service.served.tokenizer
         page.fill(max_tokens=20)
         yield page
 
 
-def opened(browser, engine, served=None):
-    with serving(engine, served) as client:
-        page = Page(browser, client, engine)
-        page.open()
-        browser.execute_script('sessionStorage.clear(); localStorage.clear()')
-        page.open()
-        yield page
-        engine.allow(float('inf'))
-        browser.get('about:blank')
-        assert [entry for entry in browser.get_log('browser') if entry['source'] != 'network'] == []
+@contextmanager
+def opened(browser, client, engine):
+    """The page that it yields finds nothing stored in the browser, and nothing remembered in the pool."""
+    page = Page(browser, client, engine)
+    browser.get(f'{client.base_url}/ping')
+    browser.execute_script('sessionStorage.clear(); localStorage.clear()')
+    engine.until(lambda: not engine.live)
+    with engine.steps:
+        engine.engine.pool.reset()
+    page.open()
+    yield page
+    engine.allow(float('inf'))
+    assert [entry for entry in browser.get_log('browser') if entry['source'] != 'network'] == []
 
 
 class Page:
@@ -285,7 +299,8 @@ def test_squares_agree_with_the_cache(page):
     assert kinds(state).count('shared') == len(PROMPT) // 4 and len(state['running']) == 3
     assert [int(page.text('#n-' + kind)) for kind in ('used', 'shared', 'free')] == [
         kinds(state).count(kind) for kind in ('used', 'shared', 'free')]
-    colours = [square.get_dom_attribute('style') or '' for square in page.all('#pool > i')]
+    colours = page.browser.execute_script("""
+        return [...document.querySelectorAll('#pool > i')].map(i => i.getAttribute('style') ?? '')""")
     assert all(('gradient' in colour) == (kind == 'shared') for colour, kind in zip(colours, kinds(state)))
     assert len({c for c, kind in zip(colours, kinds(state)) if kind == 'used'}) == 3
 
@@ -306,13 +321,13 @@ def test_squares_agree_with_the_cache(page):
     (width, scheme) for width in (390, 1280) for scheme in ('dark', 'light')]))
 def test_pictures(chat, width, scheme, tmp_path):
     """
-    Of each state, to be looked at, in the test's folder. Nothing is wider than its place, text stands out from its
-    background (WCAG: a contrast of 4.5), and an error stands where one looks, also behind a paste that fills its field;
-    it goes with New chat, and with the mode.
+    Of each state, in the test's folder, to be looked at, in the full run. Nothing is wider than its place, text stands
+    out from its background (WCAG: a contrast of 4.5), and an error stands where one looks, also behind a paste that
+    fills its field; it goes with New chat, and with the mode.
     """
     def look(name, *selectors):
         check_look(chat, scheme, *selectors)
-        assert chat.browser.save_screenshot(str(tmp_path / f'{name}-{width}-{scheme}.png'))
+        assert sizes(True, False) or chat.browser.save_screenshot(str(tmp_path / f'{name}-{width}-{scheme}.png'))
     with shown(chat, width, scheme, 860):
         chat['#settings summary'].click()
         look('empty', '#modes label', '#modes label:last-child', 'label[for=message]', '#new', 'summary', '#set')
@@ -333,7 +348,8 @@ def test_pictures(chat, width, scheme, tmp_path):
         look('list', '#list input', '#list time', '#list button')
         chat['#shelf summary'].click()
         chat['#settings summary'].click()
-        for act in ('#modes label:last-child', '#modes label', '#new', '#modes label:last-child'):
+        acts = '#modes label:last-child', '#modes label', '#new', '#modes label:last-child'
+        for act in sizes(acts[2:], acts):
             chat.paste('message', 'a word\n' * 500)
             chat.paste('prompt', 'a word\n' * 500)
             chat.go()
@@ -712,10 +728,10 @@ def test_a_chat_with_the_keyboard_and_a_reload(chat):
     assert chat['#prompt'].is_displayed() and chat.turns() == before
 
 
-@pytest.mark.parametrize('chat', [32], indirect=True)
 def test_an_answer_says_how_much_of_its_prompt_is_read(chat, monkeypatch):
     """Also while the stream has comments. If it is stopped there, the message comes back."""
     monkeypatch.setattr('serving.answer.SILENCE', .1)
+    monkeypatch.setattr(chat.engine.engine.scheduler, 'budget', 32)
     chat.engine.allow(0)
     message = 'a rather long message, ' * 6
     chat.say(message)

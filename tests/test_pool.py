@@ -246,7 +246,7 @@ class PoolMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize('config', CONFIGS)
 def test_a_sequence_reads_what_its_own_tokens_have_given(kind, config):
     run_state_machine_as_test(lambda: PoolMachine(kind, CONFIGS[config]),
-                              settings=settings(max_examples=sizes(15, 150), stateful_step_count=40, deadline=None))
+                              settings=settings(max_examples=sizes(8, 150), stateful_step_count=40, deadline=None))
 
 
 def test_sequences_of_the_size_that_a_pool_was_made_for_never_lack_room():

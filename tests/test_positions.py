@@ -14,16 +14,7 @@ from positions import (
     rotary_angles,
     rotary_frequencies,
     rotate,
-    visible,
 )
-
-
-def test_the_window_counts_the_token_itself():
-    """W keys, its own included: key j is seen at t iff t - j < W."""
-    t = torch.arange(6)
-    seen = visible(t[:, None], t[None], window=3)
-    assert seen.sum(1).tolist() == [1, 2, 3, 3, 3, 3] and seen[5].tolist() == [False] * 3 + [True] * 3
-    assert visible(t[:, None], t[None], 2, 1)[5].tolist() == [True, False, False, False, True, True]
 
 
 @torch.no_grad()

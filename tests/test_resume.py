@@ -23,7 +23,7 @@ WSD = '--lr_schedule=wsd', '--cooldown_frac=0.8', '--lr_decay_iters=20'
 
 
 @pytest.mark.parametrize('settings', [
-    (), ('--gradient_accumulation_steps=3',), ('--dtype=float16',), SINKS, ('--optimizer=muon', *WSD),
+    (), ('--gradient_accumulation_steps=3', '--dtype=float16'), (*SINKS, '--optimizer=muon', *WSD),
     ('--dtype=bfloat16', '--onednn=True'), *sizes([], [
         ('--dtype=bfloat16',), ('--optimizer=muon', '--dtype=float16'), ('--optimizer=muon', '--onednn=True')])])
 def test_resume_is_exact(repo, settings):

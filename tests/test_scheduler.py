@@ -52,15 +52,6 @@ def test_uncomputed_pages_are_not_findable():
     finish(engine)
 
 
-def test_fully_cached_prompt_still_runs_its_last_token():
-    engine = engine_of()
-    for prompt, n_found in ((range(8), 0), (range(8), 4), (range(9), 8)):
-        s, = ask(engine, prompt)
-        engine.step()
-        assert engine.plans[-1] == [(s, n_found, len(prompt) - n_found)] and s.n_found == n_found
-        finish(engine)
-
-
 def test_cache_hit_after_preemption():
     """What a preempted sequence had computed is found again as far as nobody needed its pages."""
     engine = engine_of(n_pages=8)
@@ -132,19 +123,6 @@ def test_salt_separates_users():
         s, = ask(engine, range(10), salt=salt)
         finish(engine)
         assert s.n_found == found
-
-
-def test_scoring_computes_its_whole_prompt():
-    engine = engine_of()
-    ask(engine, range(10))
-    finish(engine)
-    scoring, = ask(engine, range(10), 20, scores=True)
-    engine.step()
-    assert engine.plans[-1] == [(scoring, 0, 10)]
-    finish(engine)
-    other, = ask(engine, range(10))
-    engine.step()
-    assert other.n_found == 8, "others still find what was remembered"
 
 
 @pytest.mark.parametrize('n_pages, budget', [(100, 8), (8 * 8 + 1, 64), (8 * 7, 64)])

@@ -742,7 +742,9 @@ def test_the_description_is_true():
                 if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
                     continue
 
-                @settings(max_examples=sizes(20, 200) if operation.body else 2,
+                n = 20 if mode is schemathesis.GenerationMode.POSITIVE else 7  # each body must be taken at least once
+
+                @settings(max_examples=sizes(n, 200) if operation.body else 2,
                           suppress_health_check=list(HealthCheck))
                 @given(operation.as_strategy(generation_mode=mode))
                 def call(case):

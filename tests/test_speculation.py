@@ -1,4 +1,5 @@
 """Drafts change no token and no logits: an engine with proposals against one with the same executor without."""
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -42,8 +43,7 @@ def draft_of(kind):
     return AnyDraft() if kind == 'any' else kind
 
 
-@pytest.mark.parametrize('draft', DRAFTS)
-@pytest.mark.parametrize('kind', MODELS)
+@pytest.mark.parametrize('kind, draft', [*itertools.product(MODELS, DRAFTS)][::sizes(2, 1)])
 def test_sequences_are_given_what_they_are_given_without_drafts(kind, draft):
     """In company and alone, with so few pages that some are preempted, in pages that are remembered, and when full."""
     m, window = model_of(kind), MODELS[kind].get('window')

@@ -1,13 +1,12 @@
 """Text of token streams: UTF-8 is never cut in half and stop strings are never sent, however the tokens fall."""
 import codecs
 
-import pytest
 from conftest import sizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serving.answer import name_of_token
-from tokenizer import CharTokenizer, TextStream, byte_level_alphabet
+from tokenizer import CharTokenizer, TextStream
 
 # few letters, so that stop strings come up; characters of one to four bytes; bytes that are no UTF-8
 pieces = st.lists(st.one_of(st.one_of(st.text('ab', max_size=3), st.text('a €😀\ufffd', max_size=2)).map(str.encode),
@@ -85,23 +84,6 @@ def test_bytes_of_characters():
     assert tokenizer.bytes_of_tokens(5) == [b'a', '€'.encode(), b'\n', '\ufffd'.encode(), '\ufffd'.encode()]
     assert b''.join(tokenizer.bytes_of_tokens(5)).decode() == tokenizer.decode(range(5))
     assert tokenizer.end_of_text is None
-
-
-def test_bytes_of_a_tokenizer_json():
-    """Against the library's own decoding, with characters of which each byte is a token of its own."""
-    library = pytest.importorskip('tokenizers', reason="reads tokenizer.json")
-    from tokenizer import JSONTokenizer
-    names = [*byte_level_alphabet(), 'Ġthe', '<|endoftext|>']
-    made = library.Tokenizer(library.models.BPE({name: i for i, name in enumerate(names)}, []))
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = library.decoders.ByteLevel()
-    made.add_special_tokens(['<|endoftext|>', '<a b>'])
-    tokenizer = JSONTokenizer(made.to_str())
-    table = tokenizer.bytes_of_tokens(300)
-    assert len(table) == 300 and table[256:260] == [b' the', b'<|endoftext|>', b'<a b>', b'']
-    ids = tokenizer.encode('a €😀é\n') + [256, 257, 258, 299]
-    assert tokenizer.decode(ids) == tokenizer.library.decode(ids[:-1], skip_special_tokens=False)
-    assert tokenizer.end_of_text == 257
 
 
 def test_names_of_tokens():

@@ -4,16 +4,14 @@ time, forks, its end.
 """
 import linecache
 import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 import torch
-from conftest import ROOT, sizes
+from conftest import ROOT, run, sizes
 from test_executors import TWO, Slots, Text, texts
 from tiny_models import model_of
 
@@ -33,14 +31,8 @@ def test_best_is_the_one_place_that_picks_an_executor():
     assert name(1).startswith('numba') and name(1, name='cpu', threads=1).endswith('1 thread')
     assert name(decode.LARGEST_BATCH + 1) == name(1, name='eager') == 'PyTorch, eager'
     assert 'int8' in name(decode.LARGEST_BATCH + 1, weights='int8')
-    for settings, message in (
-            (dict(name='fast'), "decoder must be auto, eager, cpu or gpu, not 'fast'"),
-            (dict(weights='int2'), "weights must be float32, bfloat16, int8 or int4, not 'int2'"),
-            (dict(threads=-1), 'threads must be positive'), (dict(threads=10 ** 6), 'threads=1000000 cannot be had'),
-            (dict(name='eager', weights='int8'), 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
-            (dict(name='gpu'), 'decoder=gpu is for CUDA, but the device is cpu: use device=cuda')):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            decode.best(model, 1, **settings)
+    with pytest.raises(ValueError, match='threads=1000000 cannot be had'):
+        decode.best(model, 1, threads=10 ** 6)
     for wrong in (dict(weights='int2'), dict(threads=0), dict(threads=10 ** 6)):
         with pytest.raises(ValueError):
             CPUExecutor(model, **wrong)
@@ -200,7 +192,7 @@ def test_executors_in_the_child_of_a_fork():
     background.join()
 
 
-def test_the_process_ends_while_a_daemon_thread_computes():
+def test_the_process_ends_while_a_daemon_thread_computes(tmp_path):
     code = """
 import sys, threading, time
 sys.path[:0] = 'tests', '.'
@@ -214,8 +206,9 @@ def on_and_on():
 threading.Thread(target=on_and_on, daemon=True).start()
 time.sleep(0.3)
 """
+    (tmp_path / 'computes.py').write_text(code)
     for _ in range(sizes(1, 3) if TWO > 1 else 0):
-        done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+        done = run(ROOT, tmp_path / 'computes.py')
         # Python ends daemon threads where they ask for its lock, and torch's C++ may abort at that; it must not hang
         assert done.returncode in (0, -6), done.stderr
 
