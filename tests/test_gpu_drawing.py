@@ -95,6 +95,7 @@ def check_draws(logits, hows, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, 'BLOCK', block[0])
         patch.setattr(drawing, 'WARPS', block[1])
+        patch.setattr(drawing, 'PROGRAMS', 2 * len(hows))
         tokens, theirs = draw(logits, state), draw(logits, others, by=draw_plainly)
     for row, (token, other) in enumerate(zip(tokens, theirs)):
         assert token == other or is_near(logits[row], how[row], token), (row, hows[row], token, other)
