@@ -87,8 +87,7 @@ def main(config):
     texts = read_prompts()
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
     of_weights = torch.float32 if dtype == 'float32' else None
-    lazy = dev == 'cpu' and weights != 'float32'  # they are packed, and read by nothing else
-    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights, lazy)
+    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights, weights)
     debug_kv_model.check_layer(model.config.n_layer)
     if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
         model.float()

@@ -1,7 +1,5 @@
 """A model from disk, ready to be served."""
-import ctypes
 import gc
-import platform
 import sys
 import time
 from functools import partial
@@ -22,7 +20,6 @@ from serving.served import Served
 from tokenizer import read_text
 
 SWITCH_INTERVAL = 0.0003  # seconds
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h: blocks of more bytes go back to the system when they are freed
 BUDGET = 2048  # tokens of a step on CUDA
 WORK = 2**33   # weights times tokens of a step, by default: a few tenths of a second on two cores
 
@@ -52,10 +49,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     # on CUDA bfloat16 is a dtype of the model, in which it computes
     decode.check_choice(decoder, 'float32' if on_cuda and weights == 'bfloat16' else weights, threads, dev,
                         speculate=speculate, draft=draft)
-    lazy = dev == 'cpu' and weights != 'float32'  # they are packed, and read by nothing else
-    if lazy and platform.libc_ver()[0] == 'glibc':  # matrices that are read and freed shall not stay in memory
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**22)
-    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, lazy=lazy)
+    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, weights=weights)
     model.eval()
     if chat_template:
         if not hasattr(tokenizer, 'conversation'):

@@ -38,7 +38,8 @@ import formats
 import model as plain_model
 import tokenizer as tokenizers
 from decode.weights import PackedWeights
-from formats.from_gguf import GGUFFile
+from formats import from_gguf
+from formats.from_gguf import GGUFFile, Header
 from formats.huggingface import huggingface_weights
 from model import GPT, GPTConfig
 from tokenizer import CharTokenizer, byte_level_alphabet
@@ -204,6 +205,14 @@ def test_what_cannot_be_represented_is_refused_by_name(small, tmp_path, fields, 
     assert line in str(refused.value) and 'model.gguf' in str(refused.value) and '\n' not in str(refused.value)
 
 
+def test_the_header_is_read_once(small, tmp_path, monkeypatch):
+    (tmp_path / 'model.gguf').write_bytes(small)
+    headers = []
+    monkeypatch.setattr(from_gguf, 'Header', lambda data: headers.append(Header(data)) or headers[-1])
+    checkpoint.load_model(str(tmp_path / 'model.gguf'), '', plain_model)
+    assert len(headers) == 1
+
+
 def test_what_the_header_says_is_refused_before_weights_are_read(small, tmp_path, monkeypatch):
     (tmp_path / 'model.gguf').write_bytes(small)
     rewrite(tmp_path / 'model.gguf', {'llama.expert_count': 8})
@@ -275,7 +284,7 @@ def write_with_tokenizer(path, tokenizer, fields=(), **config):
         of_kind = {'tokenizer.ggml.scores': [ranks.get(text, -1e6) for text in tokens]}
     rewrite(path, {'tokenizer.ggml.model': 'gpt2' if 'tokenizer.ggml.merges' in of_kind else 'llama',
                    'tokenizer.ggml.tokens': tokens, 'tokenizer.ggml.token_type': types} | of_kind | dict(fields))
-    return tokenizers.from_state(formats.tokenizer_state(str(path)))
+    return tokenizers.from_state(formats.files_of(str(path)).tokenizer_state())
 
 
 def assert_llama_cpp_makes_the_same_ids(path, ours, n, changed=str):
