@@ -33,8 +33,9 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
     GPT, GPTConfig: the classes of model.py, or of a model that inherits from it. override_args may set dropout. dtype:
     of the weights; None keeps that of the files, and for a GGUF file's rounded numbers is float32. Weights that are the
     same here and in a folder are not copied: they stay memory-mapped, and are read when they are first used.
-    lazy: matrices other than embeddings are on the device meta, and their `read()` reads them; embeddings of a GGUF
-    file's rounded numbers are bfloat16. So a model that is packed is at no moment in memory as a whole.
+    lazy: matrices are on the device meta, and their `read()` reads them; but for embeddings, unless they are lm_head
+    too and a GGUF file's rounded numbers. Embeddings of such numbers are bfloat16. So a model that is packed is at no
+    moment in memory as a whole.
     Raises ValueError, in one line, if there is no such model, if it cannot be read, and for all in it that a GPT here
     cannot represent.
     """
@@ -84,16 +85,17 @@ def state_dict_of(model, files, dtype, lazy):
         if missing := [their_name for their_name in theirs if their_name not in files.weights]:
             raise ValueError(f"it lacks the weights {missing[0]}: is the download complete?")
         is_embedding = name.endswith(('wte.weight', 'wpe.weight')) or c.tied and name == 'lm_head.weight'
-        if lazy and len(shape) == 2 and not is_embedding:
+        of_head = c.tied and files.is_rounded and c.position != 'learned'
+        its_dtype = torch.bfloat16 if lazy and is_embedding and files.is_rounded else dtype
+        if lazy and len(shape) == 2 and (of_head or not is_embedding):
             rows, columns = zip(*(files.weights[each].shape for each in theirs))
             shape = sum(rows), *{*columns}  # parts of several widths do not fit
             if family == 'gpt2' and name.endswith(CONV1D):
                 shape = shape[::-1]
-            state_dict[name] = torch.empty(shape, dtype=dtype, device='meta')
-            state_dict[name].read = partial(read_joined, files, theirs, dtype, name, c)
+            state_dict[name] = torch.empty(shape, dtype=its_dtype, device='meta')
+            state_dict[name].read = partial(read_joined, files, theirs, its_dtype, name, c)
         else:
-            of_embedding = torch.bfloat16 if lazy and is_embedding and files.is_rounded else dtype
-            state_dict[name] = read_joined(files, theirs, of_embedding, name, c)
+            state_dict[name] = read_joined(files, theirs, its_dtype, name, c)
     others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS)
                     and not (c.bias is False and c.norm == 'layer' and name.endswith('norm.bias')))
     if others:

@@ -37,7 +37,9 @@ import checkpoint
 import formats
 import model as plain_model
 import tokenizer as tokenizers
-from decode.weights import PackedWeights
+from decode.cpu import CPUExecutor
+from decode.weights import PackedWeights, quantise
+from engine import Engine
 from formats import from_gguf
 from formats.from_gguf import GGUFFile, Header
 from formats.huggingface import huggingface_weights
@@ -160,6 +162,24 @@ def test_matrices_that_are_read_when_they_are_packed(tmp_path, config, weights, 
         each.fill()
     ours, theirs = (each.arrays() for each in packed)
     assert all(np.array_equal(ours[index], theirs[index]) for index in ours)
+    ours, theirs = (Engine(model, CPUExecutor(model, weights, 1)).generate([[3, 4], [5]], 9, seed=1)
+                    for model in (eager, lazy))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize('weights', ['int8', 'int4', 'bfloat16'])
+def test_embeddings_that_are_lm_head_too_are_its_packed_rows(tmp_path, weights):
+    model = gpt(**LLAMA | dict(n_embd=96, n_inner=64, vocab_size=131, tied=True))
+    formats.to_gguf(model, tmp_path / 'model.gguf', 'q8_0')
+    lazy, eager = load(tmp_path / 'model.gguf', lazy=True), load(tmp_path / 'model.gguf')
+    assert lazy.transformer.wte.weight.is_meta
+    w = eager.lm_head.weight.detach().bfloat16().float()
+    whole, scale = quantise(w)
+    eager.config.tied, eager.lm_head.weight = False, torch.nn.Parameter(w)
+    eager.transformer.wte.weight = torch.nn.Parameter(w if weights == 'bfloat16' else whole * scale[:, None])
+    idx = [[i, (i * 7 + 1) % 131] for i in range(131)]
+    ours, theirs = (Engine(m, CPUExecutor(m, weights, 2)).generate(idx, 5) for m in (lazy, eager))
+    assert ours == theirs
 
 
 # what is refused, and what is damaged
