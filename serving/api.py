@@ -92,7 +92,7 @@ def parsed(kind, data, defaults=None):
         raise APIError(400, f"the body should be a JSON object in UTF-8: {e}", code='invalid_json') from None
     if type(fields) is not dict:
         raise APIError(400, f"the body should be a JSON object, not {data[:20].decode('utf-8', 'replace')!r}")
-    known = kind.model_fields.keys()
+    known = {field.alias or name for name, field in kind.model_fields.items()}
     try:
         fields = asked_for(without_nulls(fields), known)
         if 'structured_outputs' in known - fields.keys() and (older := GUIDED.keys() & fields.keys()):

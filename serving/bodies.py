@@ -285,12 +285,9 @@ class Function(Lenient):
     parameters: dict | None = Field(None, description="a JSON schema of its arguments, which are an object")
 
 
-class OfFunction(Lenient):
-    type: Literal['function']
-
-
-class ToolFields(OfFunction):
+class ToolFields(Lenient):
     """A tool."""
+    type: Literal['function']
     function: Function
 
 
@@ -303,17 +300,8 @@ def as_it_came(value, validate):
 Tool = Annotated[ToolFields, WrapValidator(as_it_came)]
 
 
-class ChosenFunction(Lenient):
-    name: str
-
-
-class ChosenTool(OfFunction):
-    """The tool that an answer must call."""
-    function: ChosenFunction
-
-
-ToolChoice = Annotated[Literal['none', 'auto', 'required'] | ChosenTool, says(
-    'tool_choice should be none, auto, required, or {"type": "function", "function": {"name": "..."}}')]
+ToolChoice = Annotated[Literal['none', 'auto', 'required'] | ToolFields, says(
+    'tool_choice should be none, auto, required, or an object with the type function and the name of a tool')]
 
 
 class ConversationFields(Strict):

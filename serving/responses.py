@@ -6,26 +6,21 @@ import secrets
 from typing import Annotated, Literal
 
 import orjson
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from serving.answer import ChatCompletion, event
 from serving.api import MOST_MESSAGES
 from serving.bodies import (
-    MOST_LOGPROBS,
     MOST_TOKENS,
     MOST_TOOLS,
     ChatBody,
-    ChosenFunction,
-    ChosenTool,
-    Function,
-    GenerationBody,
     Lenient,
     Message,
-    OfFunction,
     ResponseFormat,
+    Tool,
+    ToolChoice,
     Whole,
     list_of,
-    says,
 )
 
 KINDS = 'message', 'function_call', 'function_call_output'  # of items in the input
@@ -47,12 +42,57 @@ def message_of(item):
     return item
 
 
-def flat(format):
-    """A text.format again."""
-    if format is None or format.json_schema is None:
-        return {'type': format.type if format else 'text'}
-    schema = format.json_schema
-    return {'type': format.type, 'name': schema.name, 'strict': schema.strict, 'schema': orjson.loads(schema.schema_)}
+def messages_of(given):
+    return [{'role': 'user', 'content': given}] if type(given) is str else given
+
+
+def nested(name):
+    """A pydantic validator: what stands beside a type here stands in the field `name` beside it in a chat."""
+    def of_chat(given):
+        if type(given) is not dict or given.get('type') not in ('function', 'json_schema'):
+            return given
+        return {'type': given['type'], name: {key: value for key, value in given.items() if key != 'type'}}
+    return BeforeValidator(of_chat)
+
+
+def flat(given):
+    """The inverse of `nested`, of a dict."""
+    return {'type': given['type']} | {key: value for part in given.values() if type(part) is dict
+                                      for key, value in part.items()}
+
+
+class TextFields(Lenient):
+    format: Annotated[ResponseFormat | None, nested('json_schema')] = Field(
+        None, description="as response_format of a chat, with what json_schema has there beside its type")
+
+
+class ResponseBody(ChatBody):
+    """The body of POST /v1/responses: that of a chat, some of whose fields have other names and forms."""
+    messages: Annotated[
+        list_of(Annotated[Message, BeforeValidator(message_of)], min_length=1, max_length=MOST_MESSAGES),
+        BeforeValidator(messages_of)] = Field(
+            alias='input', description=f"a text, or a list of items of the types {', '.join(KINDS)}")
+    instructions: str = Field('', description="a system message before the input")
+    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS, alias='max_output_tokens')
+    n: Literal[1] = 1
+    tools: list_of(Annotated[Tool, nested('function')], max_length=MOST_TOOLS) = Field(default_factory=list)
+    tool_choice: Annotated[ToolChoice, nested('function')] = 'auto'
+    text: TextFields = Field(default_factory=TextFields)
+    include: list_of(str, max_length=16) = Field(default_factory=list,
+                                                 description="message.output_text.logprobs has an effect")
+
+    @model_validator(mode='after')
+    def as_a_chat(self):
+        messages = [Message(role='system', content=self.instructions)] if self.instructions else []
+        for message in self.messages:  # a text and the calls behind it are one message in a chat
+            last = messages[-1] if messages else message
+            if message.tool_calls and last is not message and last.role == 'assistant':
+                messages[-1] = last.model_copy(update={'tool_calls': [*last.tool_calls, *message.tool_calls]})
+            else:
+                messages.append(message)
+        self.messages, self.response_format = messages, self.text.format or self.response_format
+        self.logprobs |= self.top_logprobs > 0 or 'message.output_text.logprobs' in self.include
+        return self
 
 
 def renamed(error):
@@ -64,81 +104,15 @@ def renamed(error):
     return error
 
 
-def messages_of(given):
-    return [{'role': 'user', 'content': given}] if type(given) is str else given
-
-
-class FlatTool(Function, OfFunction):
-    """A tool."""
-    strict: bool | None = None
-
-
-class FlatChoice(ChosenFunction, OfFunction):
-    """The tool that an answer must call."""
-
-
-def nested(given):
-    """The response_format of a chat that a text.format is."""
-    if type(given) is not dict or given.get('type') != 'json_schema':
-        return given
-    return {'type': 'json_schema', 'json_schema': {name: value for name, value in given.items() if name != 'type'}}
-
-
-class TextFields(Lenient):
-    format: Annotated[ResponseFormat | None, BeforeValidator(nested)] = Field(
-        None, description="as response_format of a chat, with what json_schema has there beside its type")
-
-
-class ResponseBody(GenerationBody):
-    """The body of POST /v1/responses."""
-    input: Annotated[list_of(Annotated[Message, BeforeValidator(message_of)], min_length=1, max_length=MOST_MESSAGES),
-                     BeforeValidator(messages_of)] = Field(
-        description=f"a text, or a list of items of the types {', '.join(KINDS)}")
-    instructions: str = Field('', description="a system message before the input")
-    max_output_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS)
-    n: Literal[1] = 1
-    tools: list_of(FlatTool, max_length=MOST_TOOLS) = Field(default_factory=list)
-    tool_choice: Annotated[Literal['none', 'auto', 'required'] | FlatChoice, says(
-        'tool_choice should be none, auto, required, or {"type": "function", "name": "..."}')] = 'auto'
-    parallel_tool_calls: bool = True
-    text: TextFields = Field(default_factory=TextFields)
-    include: list_of(str, max_length=16) = Field(default_factory=list,
-                                                 description="message.output_text.logprobs has an effect")
-    top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS)
-    chat_template_kwargs: dict = Field(default_factory=dict, description="more variables of the chat template")
-
-    def chat(self):
-        """The `ChatBody` of the same answer."""
-        messages = [Message(role='system', content=self.instructions)] if self.instructions else []
-        for message in self.input:  # a text and the calls behind it are one message in a chat
-            last = messages[-1] if messages else message
-            if message.tool_calls and last is not message and last.role == 'assistant':
-                messages[-1] = last.model_copy(update={'tool_calls': [*last.tool_calls, *message.tool_calls]})
-            else:
-                messages.append(message)
-        fields = {name: getattr(self, name) for name in (
-            *(GenerationBody.model_fields.keys() & self.model_fields_set), 'parallel_tool_calls', 'top_logprobs',
-            'chat_template_kwargs')}
-        if self.text.format is not None:
-            fields['response_format'] = self.text.format
-        functions = [tool.model_dump(exclude={'type', 'strict'}, exclude_unset=True) for tool in self.tools]
-        choice = self.tool_choice if type(self.tool_choice) is str else ChosenTool(
-            type='function', function=ChosenFunction(name=self.tool_choice.name))
-        return ChatBody.model_construct(
-            messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
-            tools=[{'type': 'function', 'function': function} for function in functions],
-            logprobs=self.top_logprobs > 0 or 'message.output_text.logprobs' in self.include, **fields)
-
-
 class Response(ChatCompletion):
     """
     The answer to a `ResponseBody`. items: of its output, as they are so far; text: the part of the last one, while it
     is a message to which more text may come.
     """
 
-    def __init__(self, asked, id, body, served, requests):
+    def __init__(self, id, body, served, requests):
         super().__init__(id, body, served, requests)
-        self.asked, self.items, self.text, self.n_sent = asked, [], None, 0
+        self.items, self.text, self.n_sent = [], None, 0
 
     def object(self):
         """The answer as one object. APIError if it ended with one."""
@@ -227,21 +201,24 @@ class Response(ChatCompletion):
 
     def state(self):
         """The response as it is."""
-        asked, body, reason = self.asked, self.body, self.choices[0].finish_reason
+        body, reason = self.body, self.choices[0].finish_reason
         status = ('failed' if self.error else 'in_progress' if not self.done else 'incomplete' if reason == 'length'
                   else 'completed')
         usage = self.usage() if self.done else None
+        format = flat((body.response_format or ResponseFormat(type='text')).model_dump(by_alias=True))
+        if 'schema' in format:
+            format['schema'] = orjson.loads(format['schema'])
         return {
             'id': self.id, 'object': 'response', 'created_at': self.head['created'], 'model': self.head['model'],
             'status': status, 'output': self.items, 'usage': usage,
             'error': {'code': 'server_error', 'message': str(self.error)} if self.error else None,
             'incomplete_details': {'reason': 'max_output_tokens'} if status == 'incomplete' else None,
-            'instructions': asked.instructions or None, 'max_output_tokens': asked.max_output_tokens,
-            'temperature': body.temperature, 'top_p': body.top_p, 'top_logprobs': asked.top_logprobs,
-            'tools': [{'parameters': None, 'strict': None, **tool.model_dump(exclude_unset=True)}
-                      for tool in asked.tools],
-            'tool_choice': asked.tool_choice if type(asked.tool_choice) is str else asked.tool_choice.model_dump(),
-            'parallel_tool_calls': asked.parallel_tool_calls, 'text': {'format': flat(asked.text.format)},
+            'instructions': body.instructions or None, 'max_output_tokens': body.max_tokens,
+            'temperature': body.temperature, 'top_p': body.top_p, 'top_logprobs': body.top_logprobs,
+            'tools': [{'parameters': None, 'strict': None, **flat(tool)} for tool in body.tools],
+            'tool_choice': body.tool_choice if type(body.tool_choice) is str else flat(
+                body.tool_choice.model_dump(exclude_unset=True)),
+            'parallel_tool_calls': body.parallel_tool_calls, 'text': {'format': format},
             'background': False, 'previous_response_id': None, 'store': False, 'truncation': 'disabled',
             'metadata': {}}
 
