@@ -22,7 +22,7 @@ from chat.tools import MOST_CALLS
 from serving.api import MOST_MESSAGES, shown
 
 MOST_LOGPROBS = 20  # tokens besides the drawn one
-MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
+MOST_BIASES = 2**16  # of a request
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_CHOICES, MOST_TOOLS = 128, 128, 256, 4096, 128  # of one body
 MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 
@@ -87,6 +87,7 @@ def text_of_schema(schema):
 
 
 Whole = Annotated[int, BeforeValidator(whole)]
+Tokens = Annotated[Whole, Field(ge=0, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -101,10 +102,10 @@ class Lenient(Strict):
     model_config = ConfigDict(extra='ignore')
 
 
-Tokens = list_of(TokenId, min_length=1)
+TokenIds = list_of(TokenId, min_length=1)
 Prompts = Annotated[
-    str | Tokens | list_of(str, min_length=1, max_length=MOST_PROMPTS)
-    | list_of(Tokens, min_length=1, max_length=MOST_PROMPTS), AfterValidator(listed),
+    str | TokenIds | list_of(str, min_length=1, max_length=MOST_PROMPTS)
+    | list_of(TokenIds, min_length=1, max_length=MOST_PROMPTS), AfterValidator(listed),
     says("prompt should be a text, a list of token ids, or a list of such texts or lists, at most "
          f"{MOST_PROMPTS}; each should have at least one token, for example a newline")]
 Stops = Annotated[str | list_of(str | None, max_length=MOST_STOPS), AfterValidator(listed),
@@ -165,7 +166,7 @@ class GenerationBody(Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    min_tokens: Whole = Field(0, ge=0, lt=MOST_TOKENS)
+    min_tokens: Tokens = 0
     logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(checked_biases)] = Field(default_factory=dict,
                                                                                         max_length=MOST_BIASES)
     stop_token_ids: list_of(TokenId, max_length=128) = Field(default_factory=list)
@@ -198,7 +199,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
     prompt: Prompts
-    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS, description="by default 16, or what there is room for")
+    max_tokens: Tokens | None = Field(None, description="by default 16, or what there is room for")
     logprobs: Annotated[Whole | None, BeforeValidator(number_of_likeliest)] = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
     add_special_tokens: bool = Field(True, description="a BOS token before each text, if the tokenizer adds one")
@@ -334,10 +335,8 @@ class ConversationFields(Strict):
 class ChatBody(GenerationBody, ConversationFields):
     """The body of POST /v1/chat/completions."""
     messages: list_of(Message, min_length=1, max_length=MOST_MESSAGES)
-    max_completion_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS,
-                                                description="by default as many as there is room for")
-    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS,
-                                     description="the older name of max_completion_tokens")
+    max_completion_tokens: Tokens | None = Field(None, description="by default as many as there is room for")
+    max_tokens: Tokens | None = Field(None, description="the older name of max_completion_tokens")
     logprobs: bool = False
     top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
     tool_choice: ToolChoice = Field('auto', description="none leaves the tools out")

@@ -10,18 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from serving.answer import ChatCompletion, event
 from serving.api import MOST_MESSAGES
-from serving.bodies import (
-    MOST_TOKENS,
-    MOST_TOOLS,
-    ChatBody,
-    Lenient,
-    Message,
-    ResponseFormat,
-    Tool,
-    ToolChoice,
-    Whole,
-    list_of,
-)
+from serving.bodies import MOST_TOOLS, ChatBody, Lenient, Message, ResponseFormat, Tokens, Tool, ToolChoice, list_of
 
 KINDS = 'message', 'function_call', 'function_call_output'  # of items in the input
 OF_A_CHAT = {'response_format.json_schema': 'text.format', 'response_format': 'text.format',
@@ -73,7 +62,7 @@ class ResponseBody(ChatBody):
         BeforeValidator(messages_of)] = Field(
             alias='input', description=f"a text, or a list of items of the types {', '.join(KINDS)}")
     instructions: str = Field('', description="a system message before the input")
-    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS, alias='max_output_tokens')
+    max_tokens: Tokens | None = Field(None, alias='max_output_tokens')
     n: Literal[1] = 1
     tools: list_of(Annotated[Tool, nested('function')], max_length=MOST_TOOLS) = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice, nested('function')] = 'auto'
@@ -124,12 +113,11 @@ class Response(ChatCompletion):
 
     def chunks(self):
         """The events of what has come since the last call, and at the end the last one."""
-        return b''.join([event(fields, fields['type']) for fields in self.numbered()])
-
-    def numbered(self):
+        data = b''
         for kind, fields in self.events():
-            yield {'type': f'response.{kind}', 'sequence_number': self.n_sent, **fields}
+            data += event({'type': f'response.{kind}', 'sequence_number': self.n_sent, **fields}, f'response.{kind}')
             self.n_sent += 1
+        return data
 
     def events(self):
         """(kind, fields) of each event; what is in the fields may change behind it."""
