@@ -247,7 +247,7 @@ def constraint_of(model, tokenizer):
 
 def chat_with(model, tokenizer, dev, first, given):
     """Talk with a chat model in the terminal. first: the first messages. given: the names of settings that are set."""
-    of_file = {} if generation_config == 'none' else generation_defaults(init_from)
+    of_file = generation_defaults(init_from, generation_config)
     of_file = {name: value for name, value in of_file.items() if name not in given}
     how = draw_settings() | of_file
     print(f"sampling: {', '.join(f'{name}={value}' for name, value in how.items())}"
@@ -331,8 +331,6 @@ def check_settings(dev):
     """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
     configurator.check_range(globals(), 1, 10**6, 'num_samples', 'batch_size')
     configurator.check_range(globals(), 0, math.inf, 'max_new_tokens', 'seed', 'keep', 'n_keep')
-    if generation_config not in ('', 'none'):
-        raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
     of_template()
     if len(forms := [name for name in ('json_schema', 'regex', 'grammar') if globals()[name]]) > 1:
         raise ValueError(f"{' and '.join(forms)} each say what form a sample has: give one of them")

@@ -183,11 +183,16 @@ class Files:
         return w.to(dtype)
 
 
-def generation_defaults(model_type):
+def generation_defaults(model_type, generation_config=''):
     """
     The settings of a draw that the generation_config.json of what `from_pretrained` reads names, a dict of those in
-    DEFAULTS; stderr says which of them cannot be used. {} without the file. ValueError if it cannot be read.
+    DEFAULTS; stderr says which of them cannot be used. {} without the file, or where generation_config='none' leaves it
+    out. ValueError if it cannot be read.
     """
+    if generation_config not in ('', 'none'):
+        raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
+    if generation_config == 'none':
+        return {}
     path, defaults = os.path.join(local_path(model_type), 'generation_config.json'), {}
     given = read_downloaded(path) if os.path.exists(path) else {}
     for name, (kind, least, most) in DEFAULTS.items():

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from chat.tools import MOST_CALLS
-from serving.api import MOST_MESSAGES, shown
+from serving.api import MOST_MESSAGES, shown, without_nulls
 
 MOST_LOGPROBS = 20  # tokens besides the drawn one
 MOST_BIASES = 2**16  # of a request
@@ -69,6 +69,7 @@ def whole(number):
 def checked_biases(biases):
     """{token id: bias}. ValueError for the first one that is wrong: pydantic would collect all of them."""
     if type(biases) is dict:
+        biases = {token: bias for token, bias in biases.items() if bias is not None}
         for token, bias in biases.items():
             is_id = re.fullmatch('[0-9]{1,19}', str(token)[:20])
             if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
@@ -93,8 +94,13 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Strict(BaseModel):
-    """An object that has these fields and no others, each of the type it says."""
+    """An object that has these fields and no others, each of the type it says. One that is null is left out."""
     model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
+
+    @model_validator(mode='before')
+    @classmethod
+    def of_json(cls, fields):
+        return without_nulls(fields) if type(fields) is dict else fields
 
 
 class Lenient(Strict):

@@ -42,8 +42,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     - The engine waits at most SWITCH_INTERVAL for Python's lock, which the event loop may have. (With the default of
       5 ms the first token of short prompts to S came a fifth later.)
     """
-    if generation_config not in ('', 'none'):
-        raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
+    defaults = generation_defaults(init_from, generation_config)
     dev, budget = pick_device(device), max_num_batched_tokens
     on_cuda = dev.startswith('cuda')
     # on CUDA bfloat16 is a dtype of the model, in which it computes
@@ -78,7 +77,6 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     thread = EngineThread(engine, token_bytes, tokenizer.end_tokens, tokenizer.special_ids, max_queue)
     thread.start()
     name = name or checkpoint.name_of(folder if init_from == 'resume' else init_from)
-    defaults = {} if generation_config == 'none' else generation_defaults(init_from)
     if defaults:
         print(f"sampling defaults: {', '.join(f'{key} {value}' for key, value in defaults.items())} "
               "(--generation_config=none: without them)", file=sys.stderr)

@@ -21,7 +21,7 @@ def message_of(item):
     """The message of a chat that an item of the input is."""
     if type(item) is not dict:
         return item
-    kind = item.get('type', 'message')
+    kind = item.get('type') or 'message'
     if kind == 'function_call':
         return {'role': 'assistant', 'tool_calls': [{'id': item.get('call_id', ''), 'function': item}]}
     if kind == 'function_call_output':
@@ -40,7 +40,8 @@ def nested(name):
     def of_chat(given):
         if type(given) is not dict or given.get('type') not in ('function', 'json_schema'):
             return given
-        return {'type': given['type'], name: {key: value for key, value in given.items() if key != 'type'}}
+        fields = {key: value for key, value in given.items() if key not in ('type', 'strict') and value is not None}
+        return {'type': given['type'], name: fields}
     return BeforeValidator(of_chat)
 
 
