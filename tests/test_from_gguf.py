@@ -34,10 +34,10 @@ from test_gguf import llama
 from tokenizers import pre_tokenizers
 
 import checkpoint
+import decode
 import formats
 import model as plain_model
 import tokenizer as tokenizers
-from decode.cpu import CPUExecutor
 from decode.weights import PackedWeights, quantise
 from engine import Engine
 from formats import from_gguf
@@ -162,7 +162,7 @@ def test_matrices_that_are_read_when_they_are_packed(tmp_path, config, weights, 
         each.fill()
     ours, theirs = (each.arrays() for each in packed)
     assert all(np.array_equal(ours[index], theirs[index]) for index in ours)
-    ours, theirs = (Engine(model, CPUExecutor(model, weights, 1)).generate([[3, 4], [5]], 9, seed=1)
+    ours, theirs = (Engine(model, decode.best(model, 1, weights, 1)).generate([[3, 4], [5]], 9, seed=1)
                     for model in (eager, lazy))
     assert ours == theirs
 
@@ -178,7 +178,7 @@ def test_embeddings_that_are_lm_head_too_are_its_packed_rows(tmp_path, weights):
     eager.config.tied, eager.lm_head.weight = False, torch.nn.Parameter(w)
     eager.transformer.wte.weight = torch.nn.Parameter(w if weights == 'bfloat16' else whole * scale[:, None])
     idx = [[i, (i * 7 + 1) % 131] for i in range(131)]
-    ours, theirs = (Engine(m, CPUExecutor(m, weights, 2)).generate(idx, 5) for m in (lazy, eager))
+    ours, theirs = (Engine(m, decode.best(m, 1, weights, 2)).generate(idx, 5) for m in (lazy, eager))
     assert ours == theirs
 
 
