@@ -97,96 +97,92 @@ def renamed(error):
 class Response(ChatCompletion):
     """
     The answer to a `ResponseBody`. items: of its output, as they are so far; text: the part of the last one, while it
-    is a message to which more text may come.
+    is a message to which more text may come. events: the bytes of those that are not sent yet.
     """
 
     def __init__(self, id, body, served, requests):
         super().__init__(id, body, served, requests)
-        self.items, self.text, self.n_sent = [], None, 0
+        self.items, self.text, self.events, self.n_events = [], None, b'', 0
 
     def object(self):
         """The answer as one object. APIError if it ended with one."""
         if self.error:
             raise self.error
-        for _ in self.news():
-            pass
+        self.take()
         return self.state()
 
     def chunks(self):
         """The events of what has come since the last call, and at the end the last one."""
-        data = b''
-        for kind, fields in self.events():
-            data += event({'type': f'response.{kind}', 'sequence_number': self.n_sent, **fields}, f'response.{kind}')
-            self.n_sent += 1
-        return data
-
-    def events(self):
-        """(kind, fields) of each event; what is in the fields may change behind it."""
-        if not self.n_sent:
-            yield 'created', {'response': self.state()}
-            yield 'in_progress', {'response': self.state()}
-        yield from self.news()
+        if not self.n_events:
+            self.note('created', response=self.state())
+            self.note('in_progress', response=self.state())
+        self.take()
         if self.done:
             state = self.state()
-            yield state['status'], {'response': state}
+            self.note(state['status'], response=state)
+        events, self.events = self.events, b''
+        return events
 
-    def news(self):
-        """The events of what has come since the last call; `items` grow with them."""
+    def note(self, kind, **fields):
+        """Write an event; fields may change behind it."""
+        name = f'response.{kind}'
+        self.events += event({'type': name, 'sequence_number': self.n_events, **fields}, name)
+        self.n_events += 1
+
+    def note_item(self, kind, **fields):
+        """Write an event of the last item."""
+        self.note(kind, item_id=self.items[-1]['id'], output_index=len(self.items) - 1, **fields)
+
+    def take(self):
+        """Take what has come since the last call: `items` grow, and their events are written."""
         choice, = self.choices
         pieces, is_last = choice.pieces, choice.finish_reason and not choice.ended
         scores = (choice.take()['logprobs'] or {}).get('content', [])
-        for piece in pieces:
+        for piece in pieces or [''] * bool(is_last and not self.items):
             if isinstance(piece, str):
-                yield from self.said(piece, scores)
+                self.add_text(piece, scores)
                 scores = []
             else:
-                yield from self.called(piece)
-        if is_last and not self.items:
-            yield from self.said('', scores)
+                self.add_call(piece)
         if is_last or self.error:
-            yield from self.closed('completed' if choice.finish_reason in ('stop', 'tool_calls') else 'incomplete')
+            self.end_text('completed' if choice.finish_reason in ('stop', 'tool_calls') else 'incomplete')
 
-    def said(self, piece, scores):
+    def add_text(self, piece, scores):
         """More text, in the message that the last item is, or in a new one."""
         if self.text is None:
             self.text = {'type': 'output_text', 'text': '', 'annotations': [], 'logprobs': []}
-            message = {'type': 'message', 'id': f'msg_{secrets.token_hex(12)}', 'role': 'assistant',
-                       'status': 'in_progress', 'content': []}
-            yield self.begun(message)
-            yield 'content_part.added', {**self.place(), 'part': self.text}
-            message['content'].append(self.text)
+            self.begin({'type': 'message', 'id': f'msg_{secrets.token_hex(12)}', 'role': 'assistant',
+                        'status': 'in_progress', 'content': []})
+            self.note_item('content_part.added', content_index=0, part=self.text)
+            self.items[-1]['content'].append(self.text)
         self.text['text'] += piece
         self.text['logprobs'] += scores
         if piece:
-            yield 'output_text.delta', {**self.place(), 'delta': piece, 'logprobs': scores}
+            self.note_item('output_text.delta', content_index=0, delta=piece, logprobs=scores)
 
-    def called(self, call):
-        yield from self.closed('completed')
-        item = {'type': 'function_call', 'id': f'fc_{secrets.token_hex(12)}', 'call_id': call.id, 'name': call.name,
-                'arguments': '', 'status': 'in_progress'}
-        yield self.begun(item)
-        place = {'item_id': item['id'], 'output_index': len(self.items) - 1}
-        yield 'function_call_arguments.delta', {**place, 'delta': call.arguments}
-        yield 'function_call_arguments.done', {**place, 'name': call.name, 'arguments': call.arguments}
-        item |= {'arguments': call.arguments, 'status': 'completed'}
-        yield 'output_item.done', {'output_index': place['output_index'], 'item': item}
-
-    def begun(self, item):
-        self.items.append(item)
-        return 'output_item.added', {'output_index': len(self.items) - 1, 'item': item}
-
-    def place(self):
-        """Of the last text."""
-        return {'item_id': self.items[-1]['id'], 'output_index': len(self.items) - 1, 'content_index': 0}
-
-    def closed(self, status):
+    def end_text(self, status):
         """The end of the message to which text came last, if there is one."""
         if self.text is not None:
             part, self.text = self.text, None
-            yield 'output_text.done', {**self.place(), 'text': part['text'], 'logprobs': part['logprobs']}
-            yield 'content_part.done', {**self.place(), 'part': part}
-            self.items[-1]['status'] = status
-            yield 'output_item.done', {'output_index': len(self.items) - 1, 'item': self.items[-1]}
+            self.note_item('output_text.done', content_index=0, text=part['text'], logprobs=part['logprobs'])
+            self.note_item('content_part.done', content_index=0, part=part)
+            self.end(status=status)
+
+    def add_call(self, call):
+        self.end_text('completed')
+        self.begin({'type': 'function_call', 'id': f'fc_{secrets.token_hex(12)}', 'call_id': call.id,
+                    'name': call.name, 'arguments': '', 'status': 'in_progress'})
+        self.note_item('function_call_arguments.delta', delta=call.arguments)
+        self.note_item('function_call_arguments.done', name=call.name, arguments=call.arguments)
+        self.end(arguments=call.arguments, status='completed')
+
+    def begin(self, item):
+        self.items.append(item)
+        self.note_item('output_item.added', item=item)
+
+    def end(self, **fields):
+        self.items[-1] |= fields
+        self.note_item('output_item.done', item=self.items[-1])
 
     def state(self):
         """The response as it is."""
