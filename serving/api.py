@@ -96,8 +96,7 @@ def parsed(kind, data, defaults=None):
         if 'structured_outputs' in known - fields.keys() and (older := GUIDED.keys() & fields.keys()):
             fields['structured_outputs'] = {GUIDED[name]: fields.pop(name) for name in older}
         if unknown := [name for name in fields if name not in known]:
-            rank = {name: i for i, name in enumerate(UNSUPPORTED)}
-            raise unknown_field(min(unknown, key=lambda name: rank.get(name, len(rank))), known)
+            raise unknown_field(next((name for name in UNSUPPORTED if name in unknown), unknown[0]), known)
         return kind.model_validate({name: v for name, v in (defaults or {}).items() if name in known} | fields)
     except ValidationError as e:
         raise named(e.errors(include_url=False)[0]) from None

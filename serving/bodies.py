@@ -80,11 +80,16 @@ def checked_biases(biases):
 
 
 def text_of_schema(schema):
-    """A JSON schema as text."""
+    """A JSON schema, an object or its text, as text."""
     try:
-        return schema if type(schema) is str else orjson.dumps(schema).decode()
+        schema = orjson.loads(schema) if type(schema) is str else schema
+        if type(schema) is dict:
+            return orjson.dumps(schema).decode()
+    except orjson.JSONDecodeError as e:
+        raise ValueError(f"the schema cannot be read: {e}") from None
     except TypeError:
         raise ValueError("the schema is nested too deeply") from None
+    raise ValueError("the schema must be a JSON object")
 
 
 Whole = Annotated[int, BeforeValidator(whole)]
