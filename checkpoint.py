@@ -14,7 +14,7 @@ from dataclasses import fields
 import torch
 
 import tokenizer as tokenizers
-from formats import check_vocabulary, from_pretrained, tokenizer_state
+from formats import check_vocabulary, files_of, from_pretrained
 from formats.names import GPT2
 from formats.weights import check_weights, is_dense, once
 from whole_file import replacing
@@ -139,7 +139,7 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     return model
 
 
-def load_model(init_from, out_dir, gpt, device='cpu', dtype=None, lazy=False):
+def load_model(init_from, out_dir, gpt, device='cpu', dtype=None, weights='float32'):
     """
     (model in eval mode on device, its tokenizer, the folder where files made from it belong), and a line on stderr that
     says what was loaded.
@@ -147,16 +147,19 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None, lazy=False):
     init_from: 'resume' loads out_dir/ckpt.pt, or the newest out*/ckpt.pt if out_dir is ''. Anything else is a model of
         another project: a name on the hub, the name of a GPT-2, a folder in Hugging Face format or a GGUF file.
     gpt: the module whose GPT and GPTConfig are used, model or debug_kv_model.
-    dtype, lazy: of the weights of such a model, see `formats.from_pretrained`.
+    dtype: of the weights of such a model, see `formats.from_pretrained`. weights: how the decoder reads them. On a CPU
+        all but float32 are packed, and nothing else reads them, so they are read one by one as they are packed.
 
     The tokenizer of a folder is the one in its meta.json, which export.py writes, or its tokenizer.json. Without both
     it is GPT-2's for a gpt2, and an error for others. ValueError if there is no such model, or if the tokenizer has
     more tokens than the model. Only tokens that were added to it may be more: stderr says so, and it refuses them.
     """
     if init_from != 'resume':
-        model, state = from_pretrained(gpt.GPT, gpt.GPTConfig, init_from, {}, dtype, lazy), tokenizer_state(init_from)
+        files, lazy = files_of(init_from), device == 'cpu' and weights != 'float32'
+        state = files.tokenizer_state()
         if state['kind'] == 'unknown':
             raise ValueError(f"{init_from} has no tokenizer.json: these tokens have no text")
+        model = from_pretrained(gpt.GPT, gpt.GPTConfig, files, {}, dtype, lazy)
         tokenizer = tokenizers.from_state(state)
         what, folder = init_from, out_dir or 'out-' + name_of(init_from)
     else:

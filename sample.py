@@ -87,8 +87,7 @@ def main(config):
     texts = read_prompts()
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
     of_weights = torch.float32 if dtype == 'float32' else None
-    lazy = dev == 'cpu' and weights != 'float32'  # they are packed, and read by nothing else
-    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights, lazy)
+    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights, weights)
     debug_kv_model.check_layer(model.config.n_layer)
     if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
         model.float()
@@ -248,7 +247,7 @@ def constraint_of(model, tokenizer):
 
 def chat_with(model, tokenizer, dev, first, given):
     """Talk with a chat model in the terminal. first: the first messages. given: the names of settings that are set."""
-    of_file = {} if generation_config == 'none' else generation_defaults(init_from)
+    of_file = generation_defaults(init_from, generation_config)
     of_file = {name: value for name, value in of_file.items() if name not in given}
     how = draw_settings() | of_file
     print(f"sampling: {', '.join(f'{name}={value}' for name, value in how.items())}"
@@ -332,8 +331,6 @@ def check_settings(dev):
     """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
     configurator.check_range(globals(), 1, 10**6, 'num_samples', 'batch_size')
     configurator.check_range(globals(), 0, math.inf, 'max_new_tokens', 'seed', 'keep', 'n_keep')
-    if generation_config not in ('', 'none'):
-        raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
     of_template()
     if len(forms := [name for name in ('json_schema', 'regex', 'grammar') if globals()[name]]) > 1:
         raise ValueError(f"{' and '.join(forms)} each say what form a sample has: give one of them")

@@ -248,8 +248,9 @@ def build_model(config, data_dir, dev, say):
         model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout)
         say(f"resuming {source} at iteration {resumed.get('iter_num', 0)}")
     else:
-        model = GPT.from_pretrained(init_from, dict(dropout=dropout), torch.float32)
-        tokenizer_state = check_tokenizer(formats.tokenizer_state(init_from), tokenizer_state, init_from, data_dir)
+        files = formats.files_of(init_from)
+        tokenizer_state = check_tokenizer(files.tokenizer_state(), tokenizer_state, init_from, data_dir)
+        model = GPT.from_pretrained(files, dict(dropout=dropout), torch.float32)
     if resumed.get('tokenizer'):
         tokenizer_state = check_tokenizer(resumed['tokenizer'], tokenizer_state, source, data_dir)
     positions = model.config.block_size

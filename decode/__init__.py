@@ -96,7 +96,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
 
     Raises ValueError for an executor that does not exist or does not work here, and for settings that it does not have.
     """
-    device, of_draft = str(next(model.parameters()).device), draft.name if draft else ''
+    device, of_draft = str(model.transformer.ln_f.weight.device), draft.name if draft else ''
     asked = asked_of_the_kernel(weights, threads, speculate, of_draft)
     check_choice(name, weights, threads, device, speculate=speculate, draft=of_draft)
     on_cuda, on_cpu = device.startswith('cuda'), device == 'cpu'

@@ -71,7 +71,7 @@ class CPUExecutor:
             raise ValueError(f"the model's shape is {shape_of(c)}, and was {self.shape} when this executor was "
                              "made: make a new one")
         with workers.lock:
-            packed = PackedModel(self.model)
+            packed = PackedModel(self.model, self.weights)
             self.packed_weights.fill()
             self.tables = self.tables_of(packed, 8, 8)
 

@@ -11,7 +11,7 @@ from decode.kernel.layout import GROUP, WEIGHT_GROUP
 from decode.kernel.linears import GELU, GELU_TANH, SWIGLU
 from decode.kernel.threads import aligned, n_cores
 from decode.kernel.vectors import LANES
-from decode.weights import padded
+from decode.weights import loaded, padded
 from positions import alibi_slopes, rotary_frequencies
 
 POSITIONS = dict(learned=layout.LEARNED, rope=layout.ROPE, alibi=layout.ALIBI, none=layout.NONE)
@@ -61,13 +61,19 @@ def scratch_of(config, n_rows):
 
 
 class PackedModel:
-    """The model at the moment when its weights were packed; config is a copy."""
+    """
+    The model at the moment when its weights were packed, for steps that read them as `weights`; config is a copy.
+    Embeddings on the device meta are rows of lm_head: in int8 those that are packed, and otherwise read from the file.
+    """
 
-    def __init__(self, model):
+    def __init__(self, model, weights):
         self.config = c = copy.copy(model.config)
         t = model.transformer
+        wte = t.wte.weight
+        of_head = wte.is_meta and weights in ('int8', 'int4')
+        wte = wte if of_head else loaded(wte)
         # their memory is read, also when the model has got other embeddings
-        self.embeddings = [w.detach() for w in (t.wte.weight, *([t.wpe.weight] if c.position == 'learned' else []))]
+        self.embeddings = [w.detach() for w in (wte, *([t.wpe.weight] if c.position == 'learned' else []))]
         slopes = alibi_slopes(c.n_head, torch.float32).numpy() if c.position == 'alibi' else np.zeros(c.n_head)
         self.arrays = {
             layout.SLOPES: slopes.astype(np.float32),
@@ -79,7 +85,8 @@ class PackedModel:
             layout.POSITION: POSITIONS[c.position], layout.WINDOW: c.window, layout.N_SINK: c.n_sink,
             layout.N_INNER: c.n_inner, layout.RMS_NORM: c.norm == 'rms', layout.QK_NORM: c.qk_norm,
             layout.ACTIVATION: SWIGLU if c.mlp == 'swiglu' else GELU_TANH if c.gelu == 'tanh' else GELU,
-            layout.BFLOAT16_EMBEDDINGS: t.wte.weight.dtype is torch.bfloat16}
+            layout.EMBEDDINGS: layout.OF_LM_HEAD if of_head else
+            layout.BFLOAT16 if wte.dtype is torch.bfloat16 else layout.FLOAT32}
 
 
 class KVAddresses:

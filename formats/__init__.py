@@ -15,7 +15,7 @@ Models of other projects in, and ours out: folders in Hugging Face format (trans
 """
 from formats.gguf_files import to_gguf
 from formats.huggingface import to_huggingface
-from formats.pretrained import from_pretrained, tokenizer_state
+from formats.pretrained import files_of, from_pretrained
 from formats.tokenizer_files import check_vocabulary
 
-__all__ = ['check_vocabulary', 'from_pretrained', 'to_gguf', 'to_huggingface', 'tokenizer_state']
+__all__ = ['check_vocabulary', 'files_of', 'from_pretrained', 'to_gguf', 'to_huggingface']

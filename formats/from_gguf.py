@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from formats.families import LLAMA3, SIZES, expect, typed
+from formats.gguf_tokenizer import gguf_tokenizer
 from formats.names import CONV1D, HUGGING_FACE
 from positions import rotary_frequencies
 
@@ -163,6 +164,13 @@ class GGUFFile:
             if of_values.shape == slower.shape and torch.allclose(of_values.float(), slower, 1e-5):
                 return dict(rope_type='llama3', **dict(zip(LLAMA3, values)))
         raise ValueError(f"{FREQUENCIES} are not those of Llama 3, which a GPT here cannot represent")
+
+    def tokenizer_state(self):
+        """The state of its tokenizer, which is asked for before `weights`: these drop tokens and merges."""
+        try:
+            return gguf_tokenizer(self.fields)
+        except ValueError as e:
+            raise ValueError(f"{self.path}: {e}") from e
 
     @cached_property
     def names(self):

@@ -1,5 +1,7 @@
 """Reading a folder in Hugging Face format, config.json and safetensors files, or a GGUF file."""
+import ctypes
 import os
+import platform
 import sys
 from functools import cached_property, partial
 
@@ -10,7 +12,6 @@ from device import meta_model
 from formats.families import config_args
 from formats.from_gguf import GGUFFile
 from formats.gguf_files import is_gguf
-from formats.gguf_tokenizer import gguf_tokenizer
 from formats.hub import GPT2_NAMES, local_path
 from formats.names import CONV1D, HUGGING_FACE
 from formats.weights import check_weights, once
@@ -21,25 +22,28 @@ DEFAULTS = dict(  # of a draw: its type, the smallest and the largest value
     temperature=(float, 0, 1e6), top_k=(int, -1, 2**31 - 1), top_p=(float, 1e-6, 1), min_p=(float, 0, 1),
     repetition_penalty=(float, 0.01, 100))
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h: blocks of more bytes go back to the system when they are freed
 
 
 def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=False):
     """
-    A GPT with the weights of a folder in Hugging Face format (of a family of families.py) or of a GGUF file. A model of
-    the hub, by its name, is downloaded first, see `hub.local_path`.
+    A GPT with the weights of a folder in Hugging Face format (of a family of families.py) or of a GGUF file.
 
+    model_type: its path, or its name on the hub, see `files_of`; or what that returns, which then is read once.
     GPT, GPTConfig: the classes of model.py, or of a model that inherits from it. override_args may set dropout. dtype:
     of the weights; None keeps that of the files, and for a GGUF file's rounded numbers is float32. Weights that are the
     same here and in a folder are not copied: they stay memory-mapped, and are read when they are first used.
-    lazy: matrices other than embeddings are on the device meta, and their `read()` reads them; embeddings of a GGUF
-    file's rounded numbers are bfloat16. So a model that is packed is at no moment in memory as a whole.
+    lazy: matrices are on the device meta, and their `read()` reads them; but for embeddings, unless they are lm_head
+    too and a GGUF file's rounded numbers. Embeddings of such numbers are bfloat16. So a model that is packed is at no
+    moment in memory as a whole.
     Raises ValueError, in one line, if there is no such model, if it cannot be read, and for all in it that a GPT here
     cannot represent.
     """
     if set(override_args) - {'dropout'}:
         raise ValueError(f"only dropout can be overridden in pretrained weights, not {', '.join(override_args)}")
-    path = local_path(model_type)
-    files = GGUFFile(path) if is_gguf(path) else Files(path)
+    files = files_of(model_type) if isinstance(model_type, str) else model_type
+    if lazy and platform.libc_ver()[0] == 'glibc':  # matrices that are read and freed shall not stay in memory
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**22)
     try:
         hf = files.config
         config = GPTConfig(**config_args(hf) | override_args)
@@ -81,16 +85,17 @@ def state_dict_of(model, files, dtype, lazy):
         if missing := [their_name for their_name in theirs if their_name not in files.weights]:
             raise ValueError(f"it lacks the weights {missing[0]}: is the download complete?")
         is_embedding = name.endswith(('wte.weight', 'wpe.weight')) or c.tied and name == 'lm_head.weight'
-        if lazy and len(shape) == 2 and not is_embedding:
+        of_head = c.tied and files.is_rounded and c.position != 'learned'
+        its_dtype = torch.bfloat16 if lazy and is_embedding and files.is_rounded else dtype
+        if lazy and len(shape) == 2 and (of_head or not is_embedding):
             rows, columns = zip(*(files.weights[each].shape for each in theirs))
             shape = sum(rows), *{*columns}  # parts of several widths do not fit
             if family == 'gpt2' and name.endswith(CONV1D):
                 shape = shape[::-1]
-            state_dict[name] = torch.empty(shape, dtype=dtype, device='meta')
-            state_dict[name].read = partial(read_joined, files, theirs, dtype, name, c)
+            state_dict[name] = torch.empty(shape, dtype=its_dtype, device='meta')
+            state_dict[name].read = partial(read_joined, files, theirs, its_dtype, name, c)
         else:
-            of_embedding = torch.bfloat16 if lazy and is_embedding and files.is_rounded else dtype
-            state_dict[name] = read_joined(files, theirs, of_embedding, name, c)
+            state_dict[name] = read_joined(files, theirs, its_dtype, name, c)
     others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS)
                     and not (c.bias is False and c.norm == 'layer' and name.endswith('norm.bias')))
     if others:
@@ -113,25 +118,22 @@ def joined(parts, name, family, config):
     return w.contiguous()
 
 
-def tokenizer_state(model_type):
-    """The state of the tokenizer of what `from_pretrained` reads; of a GPT-2's name, that is GPT-2's."""
+def files_of(model_type):
+    """The `Files` of a folder, or a `GGUFFile`. A model of the hub is downloaded first, see `hub.local_path`."""
     path = local_path(model_type)
-    if not is_gguf(path):
-        return GPT2 if path != model_type and model_type.partition('@')[0] in GPT2_NAMES else state_of_dataset(path)
-    try:
-        return gguf_tokenizer(GGUFFile(path).fields)
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
+    if is_gguf(path):
+        return GGUFFile(path)
+    return Files(path, is_gpt2=path != model_type and model_type.partition('@')[0] in GPT2_NAMES)
 
 
 class Files:
     """
-    The safetensors files of a folder, of which none is opened before `weights` are asked for. ValueError if the folder
-    has none, or not all of those that its index names.
+    The safetensors files of a folder, of which none is opened before `weights` are asked for. is_gpt2: was it named as
+    a GPT-2? ValueError if the folder has none, or not all of those that its index names.
     """
     is_rounded = False
 
-    def __init__(self, folder):
+    def __init__(self, folder, is_gpt2=False):
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
             raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
@@ -148,7 +150,11 @@ class Files:
         elif 'model.safetensors' in names:
             names = ['model.safetensors']
         self.folder, self.names, self.where = folder, names, os.path.join(folder, 'config.json')
-        self.config = read_downloaded(self.where)
+        self.config, self.is_gpt2 = read_downloaded(self.where), is_gpt2
+
+    def tokenizer_state(self):
+        """The state of its tokenizer."""
+        return GPT2 if self.is_gpt2 else state_of_dataset(self.folder)
 
     @cached_property
     def weights(self):
@@ -177,11 +183,16 @@ class Files:
         return w.to(dtype)
 
 
-def generation_defaults(model_type):
+def generation_defaults(model_type, generation_config=''):
     """
     The settings of a draw that the generation_config.json of what `from_pretrained` reads names, a dict of those in
-    DEFAULTS; stderr says which of them cannot be used. {} without the file. ValueError if it cannot be read.
+    DEFAULTS; stderr says which of them cannot be used. {} without the file, or where generation_config='none' leaves it
+    out. ValueError if it cannot be read.
     """
+    if generation_config not in ('', 'none'):
+        raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
+    if generation_config == 'none':
+        return {}
     path, defaults = os.path.join(local_path(model_type), 'generation_config.json'), {}
     given = read_downloaded(path) if os.path.exists(path) else {}
     for name, (kind, least, most) in DEFAULTS.items():

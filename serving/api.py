@@ -3,7 +3,6 @@ What the API takes and refuses: the fields of a body that ask for nothing, or fo
 bodies are in bodies.py.
 """
 import difflib
-import math
 import re
 from codecs import BOM_UTF8
 
@@ -57,7 +56,6 @@ NOTHING = {  # the values with which a field asks for nothing, besides 0, false 
 }
 ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens'}
 GUIDED = {f'guided_{name}': name for name in ('json', 'regex', 'choice', 'grammar')}  # older names in vLLM
-AS_IT_IS = {'schema', 'json', 'guided_json', 'tools'}  # fields in which null means something
 
 
 class APIError(Exception):
@@ -92,36 +90,26 @@ def parsed(kind, data, defaults=None):
         raise APIError(400, f"the body should be a JSON object in UTF-8: {e}", code='invalid_json') from None
     if type(fields) is not dict:
         raise APIError(400, f"the body should be a JSON object, not {data[:20].decode('utf-8', 'replace')!r}")
-    known = kind.model_fields.keys()
+    known = {field.alias or name for name, field in kind.model_fields.items()}
     try:
         fields = asked_for(without_nulls(fields), known)
         if 'structured_outputs' in known - fields.keys() and (older := GUIDED.keys() & fields.keys()):
             fields['structured_outputs'] = {GUIDED[name]: fields.pop(name) for name in older}
         if unknown := [name for name in fields if name not in known]:
-            rank = {name: i for i, name in enumerate(UNSUPPORTED)}
-            raise unknown_field(min(unknown, key=lambda name: rank.get(name, len(rank))), known)
+            raise unknown_field(next((name for name in UNSUPPORTED if name in unknown), unknown[0]), known)
         return kind.model_validate({name: v for name, v in (defaults or {}).items() if name in known} | fields)
     except ValidationError as e:
-        raise named(e.errors(include_url=False)[0], known) from None
-    except RecursionError:
-        raise APIError(400, "the body is nested too deeply: send plain values", code='invalid_json') from None
+        raise named(e.errors(include_url=False)[0]) from None
+    except (ValueError, RecursionError) as e:  # many fields, or lists in lists
+        raise APIError(400, f"the body cannot be read: {e}", code='invalid_json') from None
 
 
-def without_nulls(fields, most=MOST_FIELDS):
-    """An object of JSON without the fields that are null, at any depth. APIError 400 if it has more than so many."""
-    if len(fields) > most:
-        raise APIError(400, f"an object of the body has {len(fields):,} fields, and at most {most} are allowed: "
-                            "send those that the server knows", code='unknown_field')
-    kept = {}
-    for name, value in fields.items():
-        if type(value) is dict and name not in AS_IT_IS:
-            value = without_nulls(value, math.inf if name == 'logit_bias' else MOST_FIELDS)
-        elif (type(value) is list and value and type(value[0]) is dict and len(value) <= MOST_MESSAGES
-              and name not in AS_IT_IS):
-            value = [without_nulls(each) if type(each) is dict else each for each in value]
-        if value is not None:
-            kept[name] = value
-    return kept
+def without_nulls(fields):
+    """An object of JSON without the fields that are null. ValueError if it has more than MOST_FIELDS."""
+    if len(fields) > MOST_FIELDS:
+        raise ValueError(f"an object of the body has {len(fields):,} fields, and at most {MOST_FIELDS} are allowed: "
+                         "send those that the server knows")
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def asked_for(fields, known):
@@ -160,8 +148,8 @@ def shown(value):
     return text if len(text) <= 60 else text[:45] + '...'
 
 
-def named(error, known):
-    """The APIError of one of pydantic's errors. known: the fields that there are."""
+def named(error):
+    """The APIError of one of pydantic's errors."""
     param = '.'.join(str(part)[:60] for part in error['loc'])
     if error['type'] == 'extra_forbidden':  # in an object within the body
         return APIError(400, f"{param} is not a field here: leave it out", param, 'unknown_field')

@@ -19,10 +19,10 @@ from pydantic import (
 )
 
 from chat.tools import MOST_CALLS
-from serving.api import MOST_MESSAGES, shown
+from serving.api import MOST_MESSAGES, shown, without_nulls
 
 MOST_LOGPROBS = 20  # tokens besides the drawn one
-MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
+MOST_BIASES = 2**16  # of a request
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_CHOICES, MOST_TOOLS = 128, 128, 256, 4096, 128  # of one body
 MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 
@@ -69,6 +69,7 @@ def whole(number):
 def checked_biases(biases):
     """{token id: bias}. ValueError for the first one that is wrong: pydantic would collect all of them."""
     if type(biases) is dict:
+        biases = {token: bias for token, bias in biases.items() if bias is not None}
         for token, bias in biases.items():
             is_id = re.fullmatch('[0-9]{1,19}', str(token)[:20])
             if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
@@ -79,21 +80,32 @@ def checked_biases(biases):
 
 
 def text_of_schema(schema):
-    """A JSON schema as text."""
+    """A JSON schema, an object or its text, as text."""
     try:
-        return schema if type(schema) is str else orjson.dumps(schema).decode()
+        schema = orjson.loads(schema) if type(schema) is str else schema
+        if type(schema) is dict:
+            return orjson.dumps(schema).decode()
+    except orjson.JSONDecodeError as e:
+        raise ValueError(f"the schema cannot be read: {e}") from None
     except TypeError:
         raise ValueError("the schema is nested too deeply") from None
+    raise ValueError("the schema must be a JSON object")
 
 
 Whole = Annotated[int, BeforeValidator(whole)]
+Tokens = Annotated[Whole, Field(ge=0, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Strict(BaseModel):
-    """An object that has these fields and no others, each of the type it says."""
+    """An object that has these fields and no others, each of the type it says. One that is null is left out."""
     model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
+
+    @model_validator(mode='before')
+    @classmethod
+    def of_json(cls, fields):
+        return without_nulls(fields) if type(fields) is dict else fields
 
 
 class Lenient(Strict):
@@ -101,10 +113,10 @@ class Lenient(Strict):
     model_config = ConfigDict(extra='ignore')
 
 
-Tokens = list_of(TokenId, min_length=1)
+TokenIds = list_of(TokenId, min_length=1)
 Prompts = Annotated[
-    str | Tokens | list_of(str, min_length=1, max_length=MOST_PROMPTS)
-    | list_of(Tokens, min_length=1, max_length=MOST_PROMPTS), AfterValidator(listed),
+    str | TokenIds | list_of(str, min_length=1, max_length=MOST_PROMPTS)
+    | list_of(TokenIds, min_length=1, max_length=MOST_PROMPTS), AfterValidator(listed),
     says("prompt should be a text, a list of token ids, or a list of such texts or lists, at most "
          f"{MOST_PROMPTS}; each should have at least one token, for example a newline")]
 Stops = Annotated[str | list_of(str | None, max_length=MOST_STOPS), AfterValidator(listed),
@@ -165,7 +177,7 @@ class GenerationBody(Body):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    min_tokens: Whole = Field(0, ge=0, lt=MOST_TOKENS)
+    min_tokens: Tokens = 0
     logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(checked_biases)] = Field(default_factory=dict,
                                                                                         max_length=MOST_BIASES)
     stop_token_ids: list_of(TokenId, max_length=128) = Field(default_factory=list)
@@ -198,7 +210,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
     prompt: Prompts
-    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS, description="by default 16, or what there is room for")
+    max_tokens: Tokens | None = Field(None, description="by default 16, or what there is room for")
     logprobs: Annotated[Whole | None, BeforeValidator(number_of_likeliest)] = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
     add_special_tokens: bool = Field(True, description="a BOS token before each text, if the tokenizer adds one")
@@ -285,12 +297,9 @@ class Function(Lenient):
     parameters: dict | None = Field(None, description="a JSON schema of its arguments, which are an object")
 
 
-class OfFunction(Lenient):
-    type: Literal['function']
-
-
-class ToolFields(OfFunction):
+class ToolFields(Lenient):
     """A tool."""
+    type: Literal['function']
     function: Function
 
 
@@ -303,17 +312,8 @@ def as_it_came(value, validate):
 Tool = Annotated[ToolFields, WrapValidator(as_it_came)]
 
 
-class ChosenFunction(Lenient):
-    name: str
-
-
-class ChosenTool(OfFunction):
-    """The tool that an answer must call."""
-    function: ChosenFunction
-
-
-ToolChoice = Annotated[Literal['none', 'auto', 'required'] | ChosenTool, says(
-    'tool_choice should be none, auto, required, or {"type": "function", "function": {"name": "..."}}')]
+ToolChoice = Annotated[Literal['none', 'auto', 'required'] | ToolFields, says(
+    'tool_choice should be none, auto, required, or an object with the type function and the name of a tool')]
 
 
 class ConversationFields(Strict):
@@ -346,10 +346,8 @@ class ConversationFields(Strict):
 class ChatBody(GenerationBody, ConversationFields):
     """The body of POST /v1/chat/completions."""
     messages: list_of(Message, min_length=1, max_length=MOST_MESSAGES)
-    max_completion_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS,
-                                                description="by default as many as there is room for")
-    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS,
-                                     description="the older name of max_completion_tokens")
+    max_completion_tokens: Tokens | None = Field(None, description="by default as many as there is room for")
+    max_tokens: Tokens | None = Field(None, description="the older name of max_completion_tokens")
     logprobs: bool = False
     top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
     tool_choice: ToolChoice = Field('auto', description="none leaves the tools out")

@@ -1,7 +1,5 @@
 """A model from disk, ready to be served."""
-import ctypes
 import gc
-import platform
 import sys
 import time
 from functools import partial
@@ -22,7 +20,6 @@ from serving.served import Served
 from tokenizer import read_text
 
 SWITCH_INTERVAL = 0.0003  # seconds
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h: blocks of more bytes go back to the system when they are freed
 BUDGET = 2048  # tokens of a step on CUDA
 WORK = 2**33   # weights times tokens of a step, by default: a few tenths of a second on two cores
 
@@ -45,17 +42,13 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     - The engine waits at most SWITCH_INTERVAL for Python's lock, which the event loop may have. (With the default of
       5 ms the first token of short prompts to S came a fifth later.)
     """
-    if generation_config not in ('', 'none'):
-        raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
+    defaults = generation_defaults(init_from, generation_config)
     dev, budget = pick_device(device), max_num_batched_tokens
     on_cuda = dev.startswith('cuda')
     # on CUDA bfloat16 is a dtype of the model, in which it computes
     decode.check_choice(decoder, 'float32' if on_cuda and weights == 'bfloat16' else weights, threads, dev,
                         speculate=speculate, draft=draft)
-    lazy = dev == 'cpu' and weights != 'float32'  # they are packed, and read by nothing else
-    if lazy and platform.libc_ver()[0] == 'glibc':  # matrices that are read and freed shall not stay in memory
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**22)
-    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, lazy=lazy)
+    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, weights=weights)
     model.eval()
     if chat_template:
         if not hasattr(tokenizer, 'conversation'):
@@ -84,7 +77,6 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     thread = EngineThread(engine, token_bytes, tokenizer.end_tokens, tokenizer.special_ids, max_queue)
     thread.start()
     name = name or checkpoint.name_of(folder if init_from == 'resume' else init_from)
-    defaults = {} if generation_config == 'none' else generation_defaults(init_from)
     if defaults:
         print(f"sampling defaults: {', '.join(f'{key} {value}' for key, value in defaults.items())} "
               "(--generation_config=none: without them)", file=sys.stderr)

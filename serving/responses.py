@@ -6,27 +6,11 @@ import secrets
 from typing import Annotated, Literal
 
 import orjson
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from serving.answer import ChatCompletion, event
 from serving.api import MOST_MESSAGES
-from serving.bodies import (
-    MOST_LOGPROBS,
-    MOST_TOKENS,
-    MOST_TOOLS,
-    ChatBody,
-    ChosenFunction,
-    ChosenTool,
-    Function,
-    GenerationBody,
-    Lenient,
-    Message,
-    OfFunction,
-    ResponseFormat,
-    Whole,
-    list_of,
-    says,
-)
+from serving.bodies import MOST_TOOLS, ChatBody, Lenient, Message, ResponseFormat, Tokens, Tool, ToolChoice, list_of
 
 KINDS = 'message', 'function_call', 'function_call_output'  # of items in the input
 OF_A_CHAT = {'response_format.json_schema': 'text.format', 'response_format': 'text.format',
@@ -37,7 +21,7 @@ def message_of(item):
     """The message of a chat that an item of the input is."""
     if type(item) is not dict:
         return item
-    kind = item.get('type', 'message')
+    kind = item.get('type') or 'message'
     if kind == 'function_call':
         return {'role': 'assistant', 'tool_calls': [{'id': item.get('call_id', ''), 'function': item}]}
     if kind == 'function_call_output':
@@ -47,12 +31,58 @@ def message_of(item):
     return item
 
 
-def flat(format):
-    """A text.format again."""
-    if format is None or format.json_schema is None:
-        return {'type': format.type if format else 'text'}
-    schema = format.json_schema
-    return {'type': format.type, 'name': schema.name, 'strict': schema.strict, 'schema': orjson.loads(schema.schema_)}
+def messages_of(given):
+    return [{'role': 'user', 'content': given}] if type(given) is str else given
+
+
+def nested(name):
+    """A pydantic validator: what stands beside a type here stands in the field `name` beside it in a chat."""
+    def of_chat(given):
+        if type(given) is not dict or given.get('type') not in ('function', 'json_schema'):
+            return given
+        fields = {key: value for key, value in given.items() if key not in ('type', 'strict') and value is not None}
+        return {'type': given['type'], name: fields}
+    return BeforeValidator(of_chat)
+
+
+def flat(given):
+    """The inverse of `nested`, of a dict."""
+    return {'type': given['type']} | {key: value for part in given.values() if type(part) is dict
+                                      for key, value in part.items()}
+
+
+class TextFields(Lenient):
+    format: Annotated[ResponseFormat | None, nested('json_schema')] = Field(
+        None, description="as response_format of a chat, with what json_schema has there beside its type")
+
+
+class ResponseBody(ChatBody):
+    """The body of POST /v1/responses: that of a chat, some of whose fields have other names and forms."""
+    messages: Annotated[
+        list_of(Annotated[Message, BeforeValidator(message_of)], min_length=1, max_length=MOST_MESSAGES),
+        BeforeValidator(messages_of)] = Field(
+            alias='input', description=f"a text, or a list of items of the types {', '.join(KINDS)}")
+    instructions: str = Field('', description="a system message before the input")
+    max_tokens: Tokens | None = Field(None, alias='max_output_tokens')
+    n: Literal[1] = 1
+    tools: list_of(Annotated[Tool, nested('function')], max_length=MOST_TOOLS) = Field(default_factory=list)
+    tool_choice: Annotated[ToolChoice, nested('function')] = 'auto'
+    text: TextFields = Field(default_factory=TextFields)
+    include: list_of(str, max_length=16) = Field(default_factory=list,
+                                                 description="message.output_text.logprobs has an effect")
+
+    @model_validator(mode='after')
+    def as_a_chat(self):
+        messages = [Message(role='system', content=self.instructions)] if self.instructions else []
+        for message in self.messages:  # a text and the calls behind it are one message in a chat
+            last = messages[-1] if messages else message
+            if message.tool_calls and last is not message and last.role == 'assistant':
+                messages[-1] = last.model_copy(update={'tool_calls': [*last.tool_calls, *message.tool_calls]})
+            else:
+                messages.append(message)
+        self.messages, self.response_format = messages, self.text.format or self.response_format
+        self.logprobs |= self.top_logprobs > 0 or 'message.output_text.logprobs' in self.include
+        return self
 
 
 def renamed(error):
@@ -64,184 +94,116 @@ def renamed(error):
     return error
 
 
-def messages_of(given):
-    return [{'role': 'user', 'content': given}] if type(given) is str else given
-
-
-class FlatTool(Function, OfFunction):
-    """A tool."""
-    strict: bool | None = None
-
-
-class FlatChoice(ChosenFunction, OfFunction):
-    """The tool that an answer must call."""
-
-
-def nested(given):
-    """The response_format of a chat that a text.format is."""
-    if type(given) is not dict or given.get('type') != 'json_schema':
-        return given
-    return {'type': 'json_schema', 'json_schema': {name: value for name, value in given.items() if name != 'type'}}
-
-
-class TextFields(Lenient):
-    format: Annotated[ResponseFormat | None, BeforeValidator(nested)] = Field(
-        None, description="as response_format of a chat, with what json_schema has there beside its type")
-
-
-class ResponseBody(GenerationBody):
-    """The body of POST /v1/responses."""
-    input: Annotated[list_of(Annotated[Message, BeforeValidator(message_of)], min_length=1, max_length=MOST_MESSAGES),
-                     BeforeValidator(messages_of)] = Field(
-        description=f"a text, or a list of items of the types {', '.join(KINDS)}")
-    instructions: str = Field('', description="a system message before the input")
-    max_output_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS)
-    n: Literal[1] = 1
-    tools: list_of(FlatTool, max_length=MOST_TOOLS) = Field(default_factory=list)
-    tool_choice: Annotated[Literal['none', 'auto', 'required'] | FlatChoice, says(
-        'tool_choice should be none, auto, required, or {"type": "function", "name": "..."}')] = 'auto'
-    parallel_tool_calls: bool = True
-    text: TextFields = Field(default_factory=TextFields)
-    include: list_of(str, max_length=16) = Field(default_factory=list,
-                                                 description="message.output_text.logprobs has an effect")
-    top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS)
-    chat_template_kwargs: dict = Field(default_factory=dict, description="more variables of the chat template")
-
-    def chat(self):
-        """The `ChatBody` of the same answer."""
-        messages = [Message(role='system', content=self.instructions)] if self.instructions else []
-        for message in self.input:  # a text and the calls behind it are one message in a chat
-            last = messages[-1] if messages else message
-            if message.tool_calls and last is not message and last.role == 'assistant':
-                messages[-1] = last.model_copy(update={'tool_calls': [*last.tool_calls, *message.tool_calls]})
-            else:
-                messages.append(message)
-        fields = {name: getattr(self, name) for name in (
-            *(GenerationBody.model_fields.keys() & self.model_fields_set), 'parallel_tool_calls', 'top_logprobs',
-            'chat_template_kwargs')}
-        if self.text.format is not None:
-            fields['response_format'] = self.text.format
-        functions = [tool.model_dump(exclude={'type', 'strict'}, exclude_unset=True) for tool in self.tools]
-        choice = self.tool_choice if type(self.tool_choice) is str else ChosenTool(
-            type='function', function=ChosenFunction(name=self.tool_choice.name))
-        return ChatBody.model_construct(
-            messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
-            tools=[{'type': 'function', 'function': function} for function in functions],
-            logprobs=self.top_logprobs > 0 or 'message.output_text.logprobs' in self.include, **fields)
-
-
 class Response(ChatCompletion):
     """
     The answer to a `ResponseBody`. items: of its output, as they are so far; text: the part of the last one, while it
-    is a message to which more text may come.
+    is a message to which more text may come. events: the bytes of those that are not sent yet.
     """
 
-    def __init__(self, asked, id, body, served, requests):
+    def __init__(self, id, body, served, requests):
         super().__init__(id, body, served, requests)
-        self.asked, self.items, self.text, self.n_sent = asked, [], None, 0
+        self.items, self.text, self.events, self.n_events = [], None, b'', 0
 
     def object(self):
         """The answer as one object. APIError if it ended with one."""
         if self.error:
             raise self.error
-        for _ in self.news():
-            pass
+        self.take()
         return self.state()
 
     def chunks(self):
         """The events of what has come since the last call, and at the end the last one."""
-        return b''.join([event(fields, fields['type']) for fields in self.numbered()])
-
-    def numbered(self):
-        for kind, fields in self.events():
-            yield {'type': f'response.{kind}', 'sequence_number': self.n_sent, **fields}
-            self.n_sent += 1
-
-    def events(self):
-        """(kind, fields) of each event; what is in the fields may change behind it."""
-        if not self.n_sent:
-            yield 'created', {'response': self.state()}
-            yield 'in_progress', {'response': self.state()}
-        yield from self.news()
+        if not self.n_events:
+            self.note('created', response=self.state())
+            self.note('in_progress', response=self.state())
+        self.take()
         if self.done:
             state = self.state()
-            yield state['status'], {'response': state}
+            self.note(state['status'], response=state)
+        events, self.events = self.events, b''
+        return events
 
-    def news(self):
-        """The events of what has come since the last call; `items` grow with them."""
+    def note(self, kind, **fields):
+        """Write an event; fields may change behind it."""
+        name = f'response.{kind}'
+        self.events += event({'type': name, 'sequence_number': self.n_events, **fields}, name)
+        self.n_events += 1
+
+    def note_item(self, kind, **fields):
+        """Write an event of the last item."""
+        self.note(kind, item_id=self.items[-1]['id'], output_index=len(self.items) - 1, **fields)
+
+    def take(self):
+        """Take what has come since the last call: `items` grow, and their events are written."""
         choice, = self.choices
         pieces, is_last = choice.pieces, choice.finish_reason and not choice.ended
         scores = (choice.take()['logprobs'] or {}).get('content', [])
-        for piece in pieces:
+        for piece in pieces or [''] * bool(is_last and not self.items):
             if isinstance(piece, str):
-                yield from self.said(piece, scores)
+                self.add_text(piece, scores)
                 scores = []
             else:
-                yield from self.called(piece)
-        if is_last and not self.items:
-            yield from self.said('', scores)
+                self.add_call(piece)
         if is_last or self.error:
-            yield from self.closed('completed' if choice.finish_reason in ('stop', 'tool_calls') else 'incomplete')
+            self.end_text('completed' if choice.finish_reason in ('stop', 'tool_calls') else 'incomplete')
 
-    def said(self, piece, scores):
+    def add_text(self, piece, scores):
         """More text, in the message that the last item is, or in a new one."""
         if self.text is None:
             self.text = {'type': 'output_text', 'text': '', 'annotations': [], 'logprobs': []}
-            message = {'type': 'message', 'id': f'msg_{secrets.token_hex(12)}', 'role': 'assistant',
-                       'status': 'in_progress', 'content': []}
-            yield self.begun(message)
-            yield 'content_part.added', {**self.place(), 'part': self.text}
-            message['content'].append(self.text)
+            self.begin({'type': 'message', 'id': f'msg_{secrets.token_hex(12)}', 'role': 'assistant',
+                        'status': 'in_progress', 'content': []})
+            self.note_item('content_part.added', content_index=0, part=self.text)
+            self.items[-1]['content'].append(self.text)
         self.text['text'] += piece
         self.text['logprobs'] += scores
         if piece:
-            yield 'output_text.delta', {**self.place(), 'delta': piece, 'logprobs': scores}
+            self.note_item('output_text.delta', content_index=0, delta=piece, logprobs=scores)
 
-    def called(self, call):
-        yield from self.closed('completed')
-        item = {'type': 'function_call', 'id': f'fc_{secrets.token_hex(12)}', 'call_id': call.id, 'name': call.name,
-                'arguments': '', 'status': 'in_progress'}
-        yield self.begun(item)
-        place = {'item_id': item['id'], 'output_index': len(self.items) - 1}
-        yield 'function_call_arguments.delta', {**place, 'delta': call.arguments}
-        yield 'function_call_arguments.done', {**place, 'name': call.name, 'arguments': call.arguments}
-        item |= {'arguments': call.arguments, 'status': 'completed'}
-        yield 'output_item.done', {'output_index': place['output_index'], 'item': item}
-
-    def begun(self, item):
-        self.items.append(item)
-        return 'output_item.added', {'output_index': len(self.items) - 1, 'item': item}
-
-    def place(self):
-        """Of the last text."""
-        return {'item_id': self.items[-1]['id'], 'output_index': len(self.items) - 1, 'content_index': 0}
-
-    def closed(self, status):
+    def end_text(self, status):
         """The end of the message to which text came last, if there is one."""
         if self.text is not None:
             part, self.text = self.text, None
-            yield 'output_text.done', {**self.place(), 'text': part['text'], 'logprobs': part['logprobs']}
-            yield 'content_part.done', {**self.place(), 'part': part}
-            self.items[-1]['status'] = status
-            yield 'output_item.done', {'output_index': len(self.items) - 1, 'item': self.items[-1]}
+            self.note_item('output_text.done', content_index=0, text=part['text'], logprobs=part['logprobs'])
+            self.note_item('content_part.done', content_index=0, part=part)
+            self.end(status=status)
+
+    def add_call(self, call):
+        self.end_text('completed')
+        self.begin({'type': 'function_call', 'id': f'fc_{secrets.token_hex(12)}', 'call_id': call.id,
+                    'name': call.name, 'arguments': '', 'status': 'in_progress'})
+        self.note_item('function_call_arguments.delta', delta=call.arguments)
+        self.note_item('function_call_arguments.done', name=call.name, arguments=call.arguments)
+        self.end(arguments=call.arguments, status='completed')
+
+    def begin(self, item):
+        self.items.append(item)
+        self.note_item('output_item.added', item=item)
+
+    def end(self, **fields):
+        self.items[-1] |= fields
+        self.note_item('output_item.done', item=self.items[-1])
 
     def state(self):
         """The response as it is."""
-        asked, body, reason = self.asked, self.body, self.choices[0].finish_reason
+        body, reason = self.body, self.choices[0].finish_reason
         status = ('failed' if self.error else 'in_progress' if not self.done else 'incomplete' if reason == 'length'
                   else 'completed')
         usage = self.usage() if self.done else None
+        format = flat((body.response_format or ResponseFormat(type='text')).model_dump(by_alias=True))
+        if 'schema' in format:
+            format['schema'] = orjson.loads(format['schema'])
         return {
             'id': self.id, 'object': 'response', 'created_at': self.head['created'], 'model': self.head['model'],
             'status': status, 'output': self.items, 'usage': usage,
             'error': {'code': 'server_error', 'message': str(self.error)} if self.error else None,
             'incomplete_details': {'reason': 'max_output_tokens'} if status == 'incomplete' else None,
-            'instructions': asked.instructions or None, 'max_output_tokens': asked.max_output_tokens,
-            'temperature': body.temperature, 'top_p': body.top_p, 'top_logprobs': asked.top_logprobs,
-            'tools': [{'parameters': None, 'strict': None, **tool.model_dump(exclude_unset=True)}
-                      for tool in asked.tools],
-            'tool_choice': asked.tool_choice if type(asked.tool_choice) is str else asked.tool_choice.model_dump(),
-            'parallel_tool_calls': asked.parallel_tool_calls, 'text': {'format': flat(asked.text.format)},
+            'instructions': body.instructions or None, 'max_output_tokens': body.max_tokens,
+            'temperature': body.temperature, 'top_p': body.top_p, 'top_logprobs': body.top_logprobs,
+            'tools': [{'parameters': None, 'strict': None, **flat(tool)} for tool in body.tools],
+            'tool_choice': body.tool_choice if type(body.tool_choice) is str else flat(
+                body.tool_choice.model_dump(exclude_unset=True)),
+            'parallel_tool_calls': body.parallel_tool_calls, 'text': {'format': format},
             'background': False, 'previous_response_id': None, 'store': False, 'truncation': 'disabled',
             'metadata': {}}
 

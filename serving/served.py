@@ -153,25 +153,19 @@ def forms_of(body, served):
     The `forms` of a `ChatBody`: a grammar where its answer must call a tool, or may do so instead of JSON. APIError 400
     where there is no such tool, or the form of calls is not known.
     """
-    forms, form, must_call = body.forms, body.tools and served.form_of_calls, body.tool_choice not in ('none', 'auto')
-    if must_call:
+    forms, form, answer = body.forms, body.tools and served.form_of_calls, None
+    if body.tool_choice not in ('none', 'auto'):
         missing = {*body.callable_names} - {tool['function']['name'] for tool in body.tools}
         if missing or not body.tools:
             raise invalid('tool_choice', f"tool_choice needs {''.join(missing)[:64] or 'a tool'} among the tools")
         if form is None:
             raise invalid('tool_choice', "tool_choice: the chat template does not show how the model writes calls: "
                                          "leave it out, and read the answer as text")
-    answer = None
-    if not must_call:
-        kind, text = [*forms.values(), ('', '')][0]
-        if not form or kind not in ('json_schema', 'json_object'):
+    else:
+        (kind, text), *others = forms.values() or [('', '')]
+        if not form or others or kind not in ('json_schema', 'json_object'):
             return forms
-        try:
-            answer = orjson.loads(text or '{"type": "object"}')
-        except ValueError:
-            answer = None
-        if type(answer) is not dict:
-            return forms  # whose constraint raises the error
+        answer = orjson.loads(text or '{"type": "object"}')
     tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
     return {'tools': ('grammar', grammar(form, tools, body.parallel_tool_calls, json_rule, answer))}
 

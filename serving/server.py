@@ -282,7 +282,7 @@ async def chat(service, body):
 async def responses(service, body):
     """Answer an input"""
     try:
-        return await generate(service, body.chat(), 'resp_', 1, partial(ModelResponse, body), 'template')
+        return await generate(service, body, 'resp_', 1, ModelResponse, 'template')
     except APIError as e:
         raise renamed(e) from None
 
@@ -387,20 +387,20 @@ async def page(service, request):
 
 
 ENDPOINTS = [
-    Endpoint('POST', '/v1/completions', completions, 'Completion', body=CompletionBody),
-    Endpoint('POST', '/v1/chat/completions', chat, 'ChatCompletion', body=ChatBody),
-    Endpoint('POST', '/v1/responses', responses, 'Response', body=ResponseBody),
-    Endpoint('GET', '/v1/models', models, 'Models'),
-    Endpoint('GET', '/v1/models/{id}', models, 'Model'),
-    Endpoint('POST', '/tokenize', tokenize, 'Tokens', body=TokenizeBody),
-    Endpoint('POST', '/detokenize', detokenize, 'Text', body=DetokenizeBody),
-    Endpoint('GET', '/tokenizer_info', tokenizer_info, 'Object'),
-    Endpoint('GET', '/cache', cache, 'Object'),
-    Endpoint('GET', '/health', health, 'Health', key=False),
-    Endpoint('GET', '/ping', health, 'Health', key=False),
-    Endpoint('GET', '/version', version, 'Object', key=False),
+    Endpoint('POST', '/v1/completions', completions, body=CompletionBody),
+    Endpoint('POST', '/v1/chat/completions', chat, body=ChatBody),
+    Endpoint('POST', '/v1/responses', responses, body=ResponseBody),
+    Endpoint('GET', '/v1/models', models),
+    Endpoint('GET', '/v1/models/{id}', models),
+    Endpoint('POST', '/tokenize', tokenize, body=TokenizeBody),
+    Endpoint('POST', '/detokenize', detokenize, body=DetokenizeBody),
+    Endpoint('GET', '/tokenizer_info', tokenizer_info),
+    Endpoint('GET', '/cache', cache),
+    Endpoint('GET', '/health', health, key=False),
+    Endpoint('GET', '/ping', health, key=False),
+    Endpoint('GET', '/version', version, key=False),
     Endpoint('GET', '/metrics', metrics, 'text/plain', key=False),
-    Endpoint('GET', '/openapi.json', description, 'Object', key=False),
+    Endpoint('GET', '/openapi.json', description, key=False),
     *(Endpoint('GET', path, page, kind, key=False) for path, kind in PAGE.items()),
 ]
 

@@ -34,11 +34,14 @@ from test_gguf import llama
 from tokenizers import pre_tokenizers
 
 import checkpoint
+import decode
 import formats
 import model as plain_model
 import tokenizer as tokenizers
-from decode.weights import PackedWeights
-from formats.from_gguf import GGUFFile
+from decode.weights import PackedWeights, quantise
+from engine import Engine
+from formats import from_gguf
+from formats.from_gguf import GGUFFile, Header
 from formats.huggingface import huggingface_weights
 from model import GPT, GPTConfig
 from tokenizer import CharTokenizer, byte_level_alphabet
@@ -159,6 +162,24 @@ def test_matrices_that_are_read_when_they_are_packed(tmp_path, config, weights, 
         each.fill()
     ours, theirs = (each.arrays() for each in packed)
     assert all(np.array_equal(ours[index], theirs[index]) for index in ours)
+    ours, theirs = (Engine(model, decode.best(model, 1, weights, 1)).generate([[3, 4], [5]], 9, seed=1)
+                    for model in (eager, lazy))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize('weights', ['int8', 'int4', 'bfloat16'])
+def test_embeddings_that_are_lm_head_too_are_its_packed_rows(tmp_path, weights):
+    model = gpt(**LLAMA | dict(n_embd=96, n_inner=64, vocab_size=131, tied=True))
+    formats.to_gguf(model, tmp_path / 'model.gguf', 'q8_0')
+    lazy, eager = load(tmp_path / 'model.gguf', lazy=True), load(tmp_path / 'model.gguf')
+    assert lazy.transformer.wte.weight.is_meta
+    w = eager.lm_head.weight.detach().bfloat16().float()
+    whole, scale = quantise(w)
+    eager.config.tied, eager.lm_head.weight = False, torch.nn.Parameter(w)
+    eager.transformer.wte.weight = torch.nn.Parameter(w if weights == 'bfloat16' else whole * scale[:, None])
+    idx = [[i, (i * 7 + 1) % 131] for i in range(131)]
+    ours, theirs = (Engine(m, decode.best(m, 1, weights, 2)).generate(idx, 5) for m in (lazy, eager))
+    assert ours == theirs
 
 
 # what is refused, and what is damaged
@@ -202,6 +223,14 @@ def test_what_cannot_be_represented_is_refused_by_name(small, tmp_path, fields, 
     with pytest.raises(ValueError) as refused:
         checkpoint.load_model(str(tmp_path / 'model.gguf'), '', plain_model)
     assert line in str(refused.value) and 'model.gguf' in str(refused.value) and '\n' not in str(refused.value)
+
+
+def test_the_header_is_read_once(small, tmp_path, monkeypatch):
+    (tmp_path / 'model.gguf').write_bytes(small)
+    headers = []
+    monkeypatch.setattr(from_gguf, 'Header', lambda data: headers.append(Header(data)) or headers[-1])
+    checkpoint.load_model(str(tmp_path / 'model.gguf'), '', plain_model)
+    assert len(headers) == 1
 
 
 def test_what_the_header_says_is_refused_before_weights_are_read(small, tmp_path, monkeypatch):
@@ -275,7 +304,7 @@ def write_with_tokenizer(path, tokenizer, fields=(), **config):
         of_kind = {'tokenizer.ggml.scores': [ranks.get(text, -1e6) for text in tokens]}
     rewrite(path, {'tokenizer.ggml.model': 'gpt2' if 'tokenizer.ggml.merges' in of_kind else 'llama',
                    'tokenizer.ggml.tokens': tokens, 'tokenizer.ggml.token_type': types} | of_kind | dict(fields))
-    return tokenizers.from_state(formats.tokenizer_state(str(path)))
+    return tokenizers.from_state(formats.files_of(str(path)).tokenizer_state())
 
 
 def assert_llama_cpp_makes_the_same_ids(path, ours, n, changed=str):

@@ -89,8 +89,8 @@ def test_gpt2s_names_are_on_the_hub_and_their_tokenizer_is_gpt2s(tmp_path, monke
         folder, _ = ask('gpt2-medium', hub.address, tmp_path)
     assert files_of(folder)['model.safetensors'] == WEIGHTS
     monkeypatch.setattr(formats.pretrained, 'local_path', lambda name: folder)
-    assert formats.tokenizer_state('gpt2-medium') == GPT2  # although the folder has a tokenizer.json
-    assert formats.tokenizer_state(folder)['kind'] == 'json'
+    assert formats.files_of('gpt2-medium').tokenizer_state() == GPT2  # although the folder has a tokenizer.json
+    assert formats.files_of(folder).tokenizer_state()['kind'] == 'json'
 
 
 def test_what_is_on_the_disk_is_not_looked_for_elsewhere(tmp_path, monkeypatch):

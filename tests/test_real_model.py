@@ -20,7 +20,7 @@ HOW = dict(temperature=0.8, top_p=0.95)
 @pytest.fixture(scope='module')
 def real(real_model):
     """(the model, prompts, the text of each alone)"""
-    model, tokenizer, _ = checkpoint.load_model(real_model, '', plain_model, lazy=True)  # as the server does for int8
+    model, tokenizer, _ = checkpoint.load_model(real_model, '', plain_model, weights='int8')
     with open(f'{ROOT}/KV_CACHE.md', encoding='utf-8') as f:
         tokens = iter(tokenizer.encode(f.read()))
     prompts = [list(islice(tokens, 8 + 7 * i % 57)) for i in range(N_PROMPTS)]

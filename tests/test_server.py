@@ -335,8 +335,12 @@ def test_cors_is_off_unless_asked(engine):
         assert 'access-control-allow-origin' not in client.get('/health', headers=origin).headers
     with serving(spelling_engine(), cors_origin='http://one, http://other/') as client:
         asked = 'authorization,content-type,x-stainless-os,x-stainless-lang,openai-organization'
-        preflight = client.options('/v1/completions', headers=origin | {'access-control-request-headers': asked})
-        assert preflight.status_code == 200 and preflight.headers['access-control-allow-headers'] == asked
+        for path in ('/v1/completions', '/v1/chat/completions', '/v1/responses'):
+            preflight = client.options(path, headers=origin | {'access-control-request-headers': asked})
+            assert preflight.status_code == 200 and preflight.headers['access-control-allow-headers'] == asked
+            assert preflight.headers['access-control-allow-origin'] == 'http://other'
+            assert 'POST' in preflight.headers['access-control-allow-methods']
+            assert client.post(path, headers=origin).headers['access-control-allow-origin'] == 'http://other'
         client.service.thread.state = lambda: 1 / 0
         error = refused(client.get('/cache'), 500)  # a bug
         assert 'ZeroDivisionError' in error['message'] and 'division' not in error['message']
@@ -589,6 +593,28 @@ def test_templates_that_take_long_delay_no_others(monkeypatch):
         client.thread.join(20)
         assert not client.thread.is_alive()
         go_on.set()
+
+
+def test_a_form_that_compiles_slowly_holds_up_no_stream(monkeypatch):
+    engine, began, go_on, went_on = spelling_engine(), threading.Event(), threading.Event(), []
+
+    def compiled(kind, text, vocabulary):
+        began.set()
+        went_on.append(go_on.wait(10))
+        raise ValueError("of a test")
+    monkeypatch.setattr('serving.served.compiled', compiled)
+    monkeypatch.setattr('serving.served.Served.vocabulary', None)
+    with serving(engine) as client, ThreadPoolExecutor(1) as pool:
+        engine.allow(1)
+        with client.stream('POST', '/v1/completions', json=dict(prompt='a', max_tokens=9, stream=True)) as stream:
+            lines = stream.iter_lines()
+            assert '"b"' in next(lines)
+            slow = pool.submit(client.post, '/v1/completions', json=dict(prompt='a', guided_regex='b'))
+            assert began.wait(10)
+            engine.allow(float('inf'))
+            assert 'data: [DONE]' in lines
+            go_on.set()
+        assert 'of a test' in refused(slow.result(), 400)['message'] and went_on == [True]
 
 
 @pytest.mark.parametrize('bound, value', [('PATIENCE', .05), ('MOST_WAITING', 1)])

@@ -288,6 +288,8 @@ CALLED = dict(role='assistant', tool_calls=[dict(id='x', type='function', functi
     ('qwen', dict(tools=TOOLS, tool_choice='any'), 'tool_choice', 'none, auto, required'),
     ('qwen', dict(tools=TOOLS, tool_choice=dict(type='function', function=dict(name='rm'))), 'tool_choice', 'rm'),
     ('qwen', dict(tool_choice='required'), 'tool_choice', 'a tool'),
+    ('qwen', dict(tools=TOOLS, response_format=dict(type='json_object'), guided_regex='a'), 'response_format.type',
+     'give one'),
     ('qwen', dict(functions=[dict(name='f')]), 'functions', 'tools'),
     ('qwen', dict(function_call='f'), 'function_call', 'tool_choice'),
     ('qwen', dict(messages=[USER, dict(role='function', name='f', content='x')]), 'messages.1', 'tools here'),

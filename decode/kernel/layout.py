@@ -20,7 +20,7 @@ KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
  ACTIVATION,     # what follows its hidden linear: GELU, GELU_TANH or SWIGLU of linears.py
  RMS_NORM,       # 1 for RMS norms, 0 for layer norms
  QK_NORM,        # 1 for norms of each head's queries and keys
- BFLOAT16_EMBEDDINGS,  # 1 if the embeddings are bfloat16, 0 if they are float32
+ EMBEDDINGS,     # FLOAT32, BFLOAT16 or OF_LM_HEAD: tokens have the rows of lm_head, as it is packed in int8
  # of this step
  N_ROWS,         # new tokens of all sequences, N
  N_SEQ,          # sequences, S
@@ -36,6 +36,7 @@ KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
  N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(28)
 
 LEARNED, ROPE, ALIBI, NONE = range(4)
+FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
 
 # memory: the address of
 (TOKENS,        # int64 (N,), or (N_STEPS + 1, N): one row is written behind each step

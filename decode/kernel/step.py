@@ -26,7 +26,7 @@ from numba import int64, njit
 from decode.kernel import layout
 from decode.kernel.attention import ATTENTION_ON, heads_of, load_stored_first
 from decode.kernel.building import CFunction, call_c, keep_on_disk
-from decode.kernel.layout import GROUP, LINEARS_PER_LAYER
+from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, SHEET
 from decode.kernel.linears import (
     ADD,
     STORE,
@@ -155,9 +155,21 @@ def packed_linears(like, memory):
 @njit
 def load_embedding(address, sizes, i, n):
     """The first n of LANES numbers of an embedding from number i on, as float32."""
-    if sizes[layout.BFLOAT16_EMBEDDINGS]:
+    if sizes[layout.EMBEDDINGS] == layout.BFLOAT16:
         return load_stored_first(shorts_at(address), floats_at(address), i, n)
     return load_first(floats_at(address), i, n)
+
+
+@njit
+def unpack_row(memory, sizes, token, x, at):
+    """x from number `at` on = a token's row of lm_head, which is packed in int8, see linears.py."""
+    of_head = longs_at(memory[layout.LINEARS] + sizes[layout.N_LAYER] * LINEARS_PER_LAYER * layout.N_COLUMNS * 8)
+    n, panel, lane = of_head[layout.N_INPUTS], token // LANES, token % LANES
+    first = of_head[layout.FIRST_WEIGHT] + (panel // SHEET * SHEET * n + panel % SHEET * 4) * LANES + lane * 4
+    whole, scale = bytes_at(memory[layout.PANELS]), floats_at(memory[layout.SCALE])
+    for i in range(n):
+        x[at + i] = scale[of_head[layout.FIRST_PANEL] * LANES + token] * np.int8(
+            whole[first + i // 4 * SHEET * LANES * 4 + i % 4])
 
 
 @njit
@@ -169,7 +181,9 @@ def embed(thread, n_threads, memory, sizes):
         floats_at(memory[layout.X]), longs_at(memory[layout.TOKENS]), longs_at(memory[layout.POSITIONS]))
     first_row, end = share(sizes[layout.N_ROWS], thread, n_threads)
     for r in range(first_row, end):
-        for i in range(0, C, LANES):
+        if sizes[layout.EMBEDDINGS] == layout.OF_LM_HEAD:
+            unpack_row(memory, sizes, tokens[r], x, r * C_p)
+        for i in range(0, 0 if sizes[layout.EMBEDDINGS] == layout.OF_LM_HEAD else C, LANES):
             # zeros beyond C as well, so that a NaN of an earlier step does not stay there
             v = load_embedding(memory[layout.WTE], sizes, tokens[r] * C + i, C - i)
             if learned:
