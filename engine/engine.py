@@ -287,8 +287,8 @@ def weights_of(tables):
     addresses = [p.data_ptr() for p in weights]
     try:
         return addresses, [p._version for p in weights]
-    except RuntimeError:  # of weights that were made in inference mode
-        return addresses, []
+    except RuntimeError:  # those that were made in inference mode have no counter
+        return addresses, [0 if p.is_inference() else p._version for p in weights]
 
 
 def checked_prompt(prompt, vocab_size):

@@ -86,10 +86,10 @@ def text_of_schema(schema):
         if type(schema) is dict:
             return orjson.dumps(schema).decode()
     except orjson.JSONDecodeError as e:
-        raise ValueError(f"the schema cannot be read: {e}") from None
+        raise ValueError(f"the schema cannot be read, it must be JSON: {e}") from None
     except TypeError:
         raise ValueError("the schema is nested too deeply") from None
-    raise ValueError("the schema must be a JSON object")
+    raise ValueError(f"the schema must be a JSON object, not {schema!r:.40}")
 
 
 Whole = Annotated[int, BeforeValidator(whole)]

@@ -196,7 +196,7 @@ if __name__ == '__main__':
     for package in PACKAGES:
         with suppress(ImportError):  # the script that needs the package reports it
             importlib.import_module(package)
-    # a picture of losses is two thirds of a short run: test_train.py draws one, and here it is left empty
+    # drawing the losses takes two thirds of a short run: here the picture stays empty, and test_train.py draws one
     sys.modules['matplotlib'].figure.Figure.savefig = lambda figure, file, **how: file.write(b'a picture')
     sys.modules['numba'].njit(lambda x: x)(0)  # the first compilation loads much of numba
     for finalizer in list(weakref.finalize._registry):  # the packages' would run at the end of each script

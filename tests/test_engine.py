@@ -23,6 +23,7 @@ from decode.cpu import CPUExecutor
 from decode.draw import DrawSettings, draw
 from decode.eager import EagerExecutor, UncachedExecutor
 from engine import Engine, default_pool, pool_for
+from engine.engine import weights_of
 from kvcache import BlockPool, NoPool, pages_for
 from kvcache.llamacpp.pool import CellPool
 
@@ -249,6 +250,17 @@ def test_changed_weights_are_noticed_when_a_sequence_is_added(make):
     second = Engine(model, make(model)).generate([[1] * 20], 10)
     assert engine.generate([[1] * 20], 10) == second != first
     assert s.ended == 'length' and len(s.tokens) == 30
+
+
+def test_a_weight_made_in_inference_mode_hides_no_change_of_another():
+    """Torch counts no changes of it."""
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+    tables = [dict(uncounted=uncounted, counted=torch.ones(2))]
+    before = weights_of(tables)
+    assert weights_of(tables) == before
+    tables[0]['counted'].add_(1)
+    assert weights_of(tables) != before
 
 
 def test_ctrl_c_comes_between_two_calls_of_the_compiled_step():

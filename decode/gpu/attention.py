@@ -35,8 +35,8 @@ def attend(qkv, q, y, parts, ended, angles, attn, kv, inputs, geometry, apart):
     if not stores:
         store(qkv, norms, arguments, constants)
     shared, one = g.n_head // g.n_kv_head, q.dtype == torch.float32
-    # Queries of 16 bits that share keys are a matrix for tensor cores, padded to 16 rows. Of float32, which these do
-    # not multiply, each has a program without a barrier in its loop
+    # Tensor cores multiply the queries of 16 bits that share keys as one matrix, padded to 16 rows. They do not
+    # multiply float32: each query of float32 has a program of its own, without a barrier in its loop
     n_heads = g.n_head if one else g.n_kv_head
     n_programs = min(columns.n_splits, max(1, PROGRAMS // (R * n_heads)))
     queries, rows = (1, 1) if one else (shared, max(16, triton.next_power_of_2(shared)))

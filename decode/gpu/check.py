@@ -54,8 +54,8 @@ def check_here(model, functions, queue):
                                      for text in texts])
             off = float((off.square().mean(1).sqrt() / found.std()).max())
     except Exception as e:  # of a compiler, or of a device that a kernel does not fit
-        raise ValueError(f"the GPU executor does not run here: {type(e).__name__}: {str(e)[:200]}: take decoder=eager"
-                         ) from e
+        raise ValueError(f"the GPU executor does not run here: {type(e).__name__}: {str(e)[:200]}. Its kernels must "
+                         "compile and run on this GPU: take decoder=eager") from e
     finally:
         executor.hold(())
     if not off <= MOST_OFF[model.lm_head.weight.dtype]:

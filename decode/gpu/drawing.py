@@ -292,8 +292,8 @@ def first_equal(row, level, V: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def largest_over_noise(row, how, key, V: tl.constexpr, BLOCK: tl.constexpr):
     """
-    (score, token) of this program's blocks: the first token whose weight over its noise, -log(u) >= 1 - u, is largest.
-    So few blocks need logarithms.
+    (score, token) of this program's blocks: the first token whose weight over its noise, -log(u), is largest. The noise
+    is at least 1 - u, and a block whose weights over that are all too small needs no logarithms.
     """
     largest, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
     for start in range(tl.program_id(1) * BLOCK, V, tl.num_programs(1) * BLOCK):

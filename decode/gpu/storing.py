@@ -1,5 +1,5 @@
 """
-How a GPU step writes queries, and the keys and values of the new tokens: by a kernel before attention, or in it.
+A GPU step writes the queries, keys and values of the new tokens: in a kernel before attention, or in attention's own.
 
 A program computes one head of one row, so that no row depends on another.
 """
