@@ -30,10 +30,10 @@ import model as plain_model
 from chat.conversation import Conversation, talk
 from decode.draw import DrawSettings, draw
 from decode.eager import UncachedExecutor
-from device import autocast, pick_device, pick_dtype, share_cores, synchronize
-from engine.engine import PAGE_SIZE, Engine, pool_for
+from device import DTYPES, autocast, pick_device, pick_dtype, share_cores, synchronize
+from engine.engine import PAGE_SIZE, Engine, draft_of, pool_for
 from formats.pretrained import generation_defaults
-from kvcache import BlockPool, NoPool, bytes_of_slots, make_layers, pages_for
+from kvcache import BlockPool, NoPool, bytes_of_slots, pages_for
 from kvcache.storage import free_memory
 from serving.constraints import Vocabulary, compiled
 from tokenizer import TextStream, read_text
@@ -89,10 +89,7 @@ def main(config):
     of_weights = torch.float32 if dtype == 'float32' else None
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights, weights)
     debug_kv_model.check_layer(model.config.n_layer)
-    if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
-        model.float()
-    if dev.startswith('cuda') and decoder in ('auto', 'gpu'):
-        model.to(getattr(torch, pick_dtype(dtype, dev)))  # the kernels compute in the dtype of the weights
+    decode.converted(model, decoder, None if decoder == 'eager' else DTYPES[pick_dtype(dtype, dev)])
     with autocast(dev, pick_dtype(dtype, dev)):
         if chat:
             return chat_with(model, tokenizer, dev, texts if 'start' in config.given else (), config.given)
@@ -268,16 +265,13 @@ def engine_for(model, tokenizer, n_rows, n_tokens, pool, dev):
     if not use_cache:
         engine = Engine(model, UncachedExecutor(model), NoPool(), most_running=n_rows)
     else:
-        asked, name = decode.asked_of_the_kernel(weights, threads, speculate, draft), decoder
-        if name == 'auto' and not asked and dev == 'cpu' and (
-                pick_dtype(dtype, dev) != 'float32' or kv_bits and model.config.head_dim % 32
-                or debug_kv_model.tracing()):
-            name = 'eager'  # the executor on numba has no mixed precision, no such groups of 8 bits, and no trace
         proposer = draft and checkpoint.load_draft(draft, plain_model, model, tokenizer)
-        of_draft = draft and pool_for(proposer.config, min(n_rows, decode.DRAFTED_SEQUENCES), n_tokens)
-        proposer = draft and decode.draft_of(proposer, draft, of_draft,
-                                             make_layers(proposer, of_draft.n_slots, 'float32'))
-        executor = decode.best(model, n_rows, weights, threads, name, 'off' if chat else speculate, proposer)
+        proposer = draft and draft_of(proposer, draft, pool_for(
+            proposer.config, min(n_rows, decode.DRAFTED_SEQUENCES), n_tokens))
+        is_traced = debug_kv_model.tracing() and not decode.asked_of_the_kernel(weights, threads, speculate, draft)
+        name = 'eager' if decoder == 'auto' and is_traced else decoder  # others have no trace
+        executor = decode.best(model, n_rows, weights, threads, name, 'off' if chat else speculate, proposer,
+                               pick_dtype(dtype, dev), kv_bits)
         engine = Engine(model, executor, pool, 512 if chat else 2**14, n_rows, kv_bits)
     print(f"decoder: {engine.executor.name}", file=sys.stderr)
     return engine

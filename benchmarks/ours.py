@@ -68,7 +68,7 @@ class Ours(Peer):
         on_kernel = not self.kv_bits or self.model.config.head_dim % 32 == 0
         executor = self.executor(1) if on_kernel else EagerExecutor(self.model)
         engine = Engine(self.model, executor, pool, kv_bits=self.kv_bits)
-        engine.add(tokens.tolist(), 1, scores=True, logprobs=True)
+        engine.add(tokens.tolist(), 1, prompt_logits=True, logprobs=True)
         rows = []
         while not engine.is_idle:
             rows += [drawn.logits for _, drawn in engine.step() if drawn and drawn.logits is not None]

@@ -79,13 +79,26 @@ def asked_of_the_kernel(weights, threads, speculate='off', draft=''):
                         + [f'draft={draft}'] * bool(draft))
 
 
-def best(model, batch_size, weights='float32', threads=None, name='auto', speculate='off', draft=None):
+def converted(model, name, dtype=None):
+    """
+    The model, its weights in a type that the executor `name` of `best` reads. dtype: on CUDA, the one in which the
+    kernels compute; None leaves the weights as they are.
+    """
+    weight = model.lm_head.weight
+    if weight.device.type == 'cuda':
+        return model if dtype is None else model.to(dtype)
+    as_it_is = name != 'eager' and model.transformer.ln_f.weight.device.type == 'cpu' and weight.dtype in MODEL_DTYPES
+    return model if as_it_is else model.float()
+
+
+def best(model, batch_size, weights='float32', threads=None, name='auto', speculate='off', draft=None, dtype='float32',
+         kv_bits=0):
     """
     The executor `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
 
     name: 'eager' (PyTorch), 'cpu' (numba), 'gpu' (Triton), or 'auto': on a CPU the numba one, on CUDA the one with
         Triton's kernels, elsewhere the eager one. 'auto' is eager for models that these do not know, and stderr says
-        so; and on a CPU for batches above LARGEST_BATCH.
+        so; and on a CPU for batches above LARGEST_BATCH, another dtype and kv_bits that the numba one does not have.
     weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba executor reads them. threads: how many it
         uses; None or 0 lets it choose by timing a few steps. Where one of the two is given, it is that executor or a
         ValueError.
@@ -93,17 +106,19 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
         bits; 'ngram', the text; 'off', nobody. 'auto' is the type in DRAFTS for weights of DRAFTED_BYTES or more and
         up to DRAFTED_SEQUENCES sequences. draft: a `drafts.ModelDraft`, which takes the place of what 'auto'
         would choose.
+    dtype, kv_bits: of `device.autocast` around the calls, and of the `Engine`.
 
     Raises ValueError for an executor that does not exist or does not work here, and for settings that it does not have.
     """
     device, of_draft = str(model.transformer.ln_f.weight.device), draft.name if draft else ''
     asked = asked_of_the_kernel(weights, threads, speculate, of_draft)
-    check_choice(name, weights, threads, device, speculate=speculate, draft=of_draft)
+    check_choice(name, weights, threads, device, dtype, speculate, of_draft)
     on_cuda, on_cpu = device.startswith('cuda'), device == 'cpu'
-    if name == 'eager' or name == 'auto' and not on_cuda and not asked and (not on_cpu or batch_size > LARGEST_BATCH):
+    is_plain = batch_size <= LARGEST_BATCH and dtype == 'float32' and not (kv_bits and model.config.head_dim % 32)
+    if name == 'eager' or name == 'auto' and not on_cuda and not asked and not (on_cpu and is_plain):
         return EagerExecutor(model)
     try:
-        return on_gpu(model) if on_cuda else made(model, batch_size, weights, threads, speculate, draft)
+        return on_gpu(model) if on_cuda else on_numba(model, batch_size, weights, threads, speculate, draft)
     except ValueError as e:
         if name != 'auto':
             raise
@@ -119,19 +134,7 @@ def on_gpu(model):
     return GPUExecutor(model)
 
 
-def draft_of(model, name, pool, layers):
-    """
-    The `drafts.ModelDraft` of a model that a setting `draft` names. Its weights are read in int8. pool: a
-    `kvcache.BlockPool` for the texts that it reads; layers: the storage of the pool's slots, in float32.
-    """
-    from decode.cpu import CPUExecutor
-    from decode.drafts import ModelDraft
-    executor = CPUExecutor(model, 'int8')
-    executor.hold(layers)
-    return ModelDraft(executor, pool, name)
-
-
-def made(model, batch_size, weights, threads, speculate, draft):
+def on_numba(model, batch_size, weights, threads, speculate, draft):
     """The executor on numba, with a draft if there is one. Imported here: numba takes a second to import."""
     from decode.cpu import CPUExecutor
     if speculate == 'auto' and not draft:

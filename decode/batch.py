@@ -70,7 +70,7 @@ class Batch:
     n_steps: int64 (S,). How many tokens each sequence may draw in this call; 0 where its last token is not the last of
         its text. More than 1 only if every sequence brings one token: what is drawn is then the next step's token, and
         there are slots for all of them.
-    scores: for each sequence, are the logits of all of its new tokens wanted? A list. Then n_steps is at most 1.
+    prompt_logits: for each sequence, are the logits of all of its new tokens wanted? A list. Then n_steps is at most 1.
     logprobs: for each sequence, are the logits wanted from which its tokens are drawn? A list.
     copies: (source, target, n) of slots, which are copied before anything else, in this order: the targets are in pages
         that nobody reads yet.
@@ -82,7 +82,7 @@ class Batch:
     tokens: np.ndarray
     positions: np.ndarray
     n_steps: np.ndarray
-    scores: list
+    prompt_logits: list
     logprobs: list
     copies: list = ()
     until: int = 2**63 - 1
@@ -91,7 +91,7 @@ class Batch:
     @property
     def decodes(self):
         """Does each sequence bring one token and draw at least one?"""
-        return len(self.tokens) == len(self.counts) and self.n_steps.min() > 0 and not any(self.scores)
+        return len(self.tokens) == len(self.counts) and self.n_steps.min() > 0 and not any(self.prompt_logits)
 
     def make_copies(self, layers):
         """Make the copies, in these `kvcache.storage.Layer`s."""
@@ -111,8 +111,8 @@ class Batch:
         if self.decodes:
             return np.arange(len(self.counts)), [slice(i, i + 1) for i in range(len(self.counts))]
         rows, parts, first = [], [], 0
-        for count, n, scores in zip(self.counts, self.n_steps.tolist(), self.scores):
-            own = range(first if scores else first + count - (n > 0), first + count)
+        for count, n, every in zip(self.counts, self.n_steps.tolist(), self.prompt_logits):
+            own = range(first if every else first + count - (n > 0), first + count)
             parts.append(slice(len(rows), len(rows) + len(own)))
             rows += own
             first += count
@@ -124,8 +124,8 @@ class Batch:
         and `parts` of `rows`.
         """
         tokens = iter(drawn)
-        return [Drawn([next(tokens)] if n else [], logits[part] if scores or logprobs and n else None)
-                for n, scores, logprobs, part in zip(self.n_steps.tolist(), self.scores, self.logprobs, parts)]
+        return [Drawn([next(tokens)] if n else [], logits[part] if every or logprobs and n else None)
+                for n, every, logprobs, part in zip(self.n_steps.tolist(), self.prompt_logits, self.logprobs, parts)]
 
 
 @dataclass(slots=True)

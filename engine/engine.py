@@ -60,15 +60,15 @@ class Engine:
         self.over = []  # sequences that have ended without a step
         self.n_steps = self.n_computed = 0  # steps made, and tokens whose keys and values they have computed
 
-    def add(self, prompt, max_new_tokens, n=1, seed=0, stops=(), min_tokens=0, logit_bias=(), salt='', scores=False,
-            logprobs=False, most_ahead=MOST_AHEAD, constraint=None, when_full=None, keep=None, n_keep=0,
-            **values):
+    def add(self, prompt, max_new_tokens, n=1, seed=0, stops=(), min_tokens=0, logit_bias=(), salt='',
+            prompt_logits=False, logprobs=False, most_ahead=MOST_AHEAD, constraint=None, when_full=None, keep=None,
+            n_keep=0, **values):
         """
         Begin n sequences that continue a prompt, a list of token ids. Returns them. Number i draws with seed + i.
 
-        stops, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, scores, logprobs, most_ahead: see
-        `Sequence`. constraint: None, or what says which tokens may come next, of which each sequence gets its own, see
-        `Sequence`. when_full: what becomes of a context of block_size tokens that gets another one.
+        stops, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, prompt_logits, logprobs,
+        most_ahead: see `Sequence`. constraint: None, or what says which tokens may come next, of which each sequence
+        gets its own, see `Sequence`. when_full: what becomes of a context of block_size tokens that gets another one.
             'crop': the last block_size tokens, as in nanoGPT. Each token then costs a full pass.
             'shift': the first n_keep tokens of the prompt and the last `keep`, by default half of block_size; they are
             computed again at their new positions, which makes room for more tokens at one step each.
@@ -83,17 +83,18 @@ class Engine:
                              f"and {n!r}")
         n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
         self.check_room(prompt, max_new_tokens)
-        if scores and not self.pool.page_size:
-            raise ValueError("scores=True needs a cache: make the engine with another pool than NoPool")
+        if prompt_logits and not self.pool.page_size:
+            raise ValueError("prompt_logits=True needs a cache: make the engine with another pool than NoPool")
         self.notice_changes()
         sequences = [
             Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stops, min_tokens, logit_bias, prompt, **values),
-                     max_new_tokens, c.max_positions, n_kept, keep, salt, scores and i == 0, logprobs, most_ahead)
+                     max_new_tokens, c.max_positions, n_kept, keep, salt, prompt_logits and i == 0, logprobs,
+                     most_ahead)
             for i in range(n)]
         for s in sequences if constraint else ():
             s.constraint = constraint.for_sample(s.settings.stops)
             s.settings.allowed = s.constraint.allowed
-        if max_new_tokens == 0 and not (scores and len(prompt) > 1):  # nothing of them is to be computed
+        if max_new_tokens == 0 and not (prompt_logits and len(prompt) > 1):  # nothing of them is to be computed
             for s in sequences:
                 s.ended = 'length'
             self.over += sequences
@@ -331,6 +332,15 @@ def default_pool(config, n_pages=None, page_size=PAGE_SIZE):
     c = config
     n_pages = n_pages or max(1, min(max(N_PAGES, pages_for(c, page_size)), MEMORY // bytes_of_slots(c, page_size)))
     return BlockPool(n_pages, page_size, c.window, c.n_sink)
+
+
+def draft_of(model, name, pool):
+    """The `ModelDraft` of the model that a setting `draft` names, read in int8, on the slots of a pool."""
+    from decode.cpu import CPUExecutor
+    from decode.drafts import ModelDraft
+    executor = CPUExecutor(model, 'int8')
+    executor.hold(make_layers(model, pool.n_slots, executor.type_kv))
+    return ModelDraft(executor, pool, name)
 
 
 def pool_for(config, n_sequences, n_tokens):

@@ -123,14 +123,14 @@ class Scheduler:
         """The `Batch` of these sequences and so many new tokens of each: a list of pairs."""
         sequences, counts = map(list, zip(*plan))
         n_steps = [int(s.n_computed + n == s.length and len(s.tokens) < s.n_end and not s.siblings) for s, n in plan]
-        scores = [s.scores and s.n_computed < s.n_prompt - 1 and not s.n_drawn for s in sequences]
+        prompt_logits = [s.prompt_logits and s.n_computed < s.n_prompt - 1 and not s.n_drawn for s in sequences]
         # all that run are in the step, bring one token, and draw
-        if len(plan) == len(self.running) == sum(counts) == sum(n_steps) and not any(scores):
+        if len(plan) == len(self.running) == sum(counts) == sum(n_steps) and not any(prompt_logits):
             n_steps = self.steps_ahead(sequences)
         tokens = [token for s, n in plan for token in s.uncomputed(n)]
         positions = np.concatenate([np.arange(s.n_computed, s.n_computed + n) for s, n in plan]) if (
             len(tokens) > len(plan)) else np.array([s.n_computed for s in sequences])
-        return Batch(sequences, counts, np.array(tokens, np.int64), positions, np.array(n_steps), scores,
+        return Batch(sequences, counts, np.array(tokens, np.int64), positions, np.array(n_steps), prompt_logits,
                      [s.logprobs for s in sequences], self.pool.take_copies(), until, stop_soon)
 
     def steps_ahead(self, sequences):
@@ -226,8 +226,8 @@ class Scheduler:
         while True:
             if self.n_growing is None:
                 self.n_growing = sum(map(pool.will_grow, self.running))
-            # a scored prompt is computed from its first token on
-            found = pool.begin(s, s.tokens if s.whole and (s.n_drawn or not s.scores) else (), s.salt)
+            # a prompt whose logits are wanted is computed from its first token on
+            found = pool.begin(s, s.tokens if s.whole and (s.n_drawn or not s.prompt_logits) else (), s.salt)
             if pool.extend(s, min(s.length - found, self.at_once) if pool.window else s.length - found) and (
                     pool.n_free >= self.n_growing):
                 break

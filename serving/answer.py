@@ -46,15 +46,15 @@ class Choice:
 
     def __init__(self, index, prompt, body, served):
         self.index, self.prompt, self.body, self.served = index, prompt, body, served
-        self.pieces, self.tokens, self.scores = [], [], []
-        self.scored = body.n_logprobs is not None
+        self.pieces, self.tokens, self.logprobs = [], [], []
+        self.has_logprobs = body.n_logprobs is not None
         self.finish_reason, self.n_tokens, self.begun, self.ended = None, 0, False, False
 
     def add(self, output):
         """Add an `Output`."""
         self.pieces += self.read(output)
         self.tokens += output.token_ids
-        self.scores += zip(output.token_ids, output.logprobs or ())
+        self.logprobs += zip(output.token_ids, output.logprobs or ())
         self.n_tokens += len(output.token_ids)
         self.finish_reason = output.finish_reason
 
@@ -64,19 +64,20 @@ class Choice:
 
     def has_news(self):
         """Is there something to send? Tokens without a text of their own are, only where tokens are asked for."""
-        asked = self.body.return_token_ids or self.scored
+        asked = self.body.return_token_ids or self.has_logprobs
         return not self.ended and bool(self.pieces or self.finish_reason or asked and self.tokens)
 
     def take(self):
         """The JSON of what has come since the last time, a dict."""
         choice = {'index': self.index, **self.content(), 'logprobs': None, 'finish_reason': self.finish_reason}
-        if self.scored:
+        if self.has_logprobs:
             choice['logprobs'] = self.taken_logprobs()
         if self.body.return_token_ids:
             choice['token_ids'] = self.tokens
             if not self.begun:
                 choice['prompt_token_ids'] = self.prompt
-        self.begun, self.ended, self.pieces, self.tokens, self.scores = True, self.finish_reason is not None, [], [], []
+        self.begun, self.ended = True, self.finish_reason is not None
+        self.pieces, self.tokens, self.logprobs = [], [], []
         return choice
 
     def chunks(self):
@@ -92,7 +93,7 @@ class TextChoice(Choice):
 
     def __init__(self, index, prompt, body, served):
         super().__init__(index, prompt, body, served)
-        prompt_text = served.tokenizer.decode(prompt) if body.echo or self.scored else ''
+        prompt_text = served.tokenizer.decode(prompt) if body.echo or self.has_logprobs else ''
         self.offset = len(prompt_text)
         if body.echo:  # a text may lack the blank of its first token
             self.pieces = [prompt_text]
@@ -109,17 +110,17 @@ class TextChoice(Choice):
         all but the first of them are named token_id:7.
         """
         tokens, token_logprobs, top_logprobs, offsets = [], [], [], []
-        for token, score in self.scores:
+        for token, found in self.logprobs:
             data = self.served.token_bytes[token]
             tokens.append(name_of_token(data))
             offsets.append(max(0, self.offset))
             self.offset += len(self.characters.decode(data))
-            if score is None:  # of the first token: nothing predicts it
+            if found is None:  # of the first token: nothing predicts it
                 token_logprobs.append(None)
                 top_logprobs.append(None)
                 continue
-            token_logprobs.append(max(score.logprob, LEAST_LOGPROB))
-            likeliest = score.top if token in dict(score.top) else [*score.top, (token, score.logprob)]
+            token_logprobs.append(max(found.logprob, LEAST_LOGPROB))
+            likeliest = found.top if token in dict(found.top) else [*found.top, (token, found.logprob)]
             named = {}
             for i, value in likeliest:
                 name = name_of_token(self.served.token_bytes[i])
@@ -175,9 +176,9 @@ class ChatChoice(Choice):
 
     def taken_logprobs(self):
         """OpenAI's object: for each token its text, its logprob, its bytes, and the same of the likeliest tokens."""
-        return {'content': [{**self.described(token, score.logprob),
-                             'top_logprobs': [self.described(*likely) for likely in score.top]}
-                            for token, score in self.scores], 'refusal': None}
+        return {'content': [{**self.described(token, found.logprob),
+                             'top_logprobs': [self.described(*likely) for likely in found.top]}
+                            for token, found in self.logprobs], 'refusal': None}
 
     def described(self, token, logprob):
         data = self.served.token_bytes[token]
@@ -201,7 +202,7 @@ class Completion:
         for output in outputs:
             if output.prompt_logprobs is not None:
                 for choice in choices:
-                    choice.scores = [*zip(choice.prompt, output.prompt_logprobs), *choice.scores]
+                    choice.logprobs = [*zip(choice.prompt, output.prompt_logprobs), *choice.logprobs]
             self.n_cached += output.n_cached or 0
             if output.finish_reason not in ('abort', 'error'):
                 choices[output.index].add(output)
@@ -218,7 +219,7 @@ class Completion:
     @property
     def is_large(self):
         """Are there so many token ids and log probabilities that writing them as JSON takes long?"""
-        n = sum(len(choice.scores) * (1 + (self.body.n_logprobs or 0)) for choice in self.choices)
+        n = sum(len(choice.logprobs) * (1 + (self.body.n_logprobs or 0)) for choice in self.choices)
         if self.body.return_token_ids:  # the prompt's are in the first chunk only
             n += sum(len(choice.prompt) for choice in self.choices if not choice.begun)
         return n > LARGE

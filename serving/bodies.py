@@ -212,7 +212,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     max_tokens: Tokens | None = Field(None, description="by default 16, or what there is room for")
     logprobs: Annotated[Whole | None, BeforeValidator(number_of_likeliest)] = Field(None, ge=0, le=MOST_LOGPROBS)
-    echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
+    echo: bool = Field(False, description="with logprobs, the prompt has them too; max_tokens may then be 0")
     add_special_tokens: bool = Field(True, description="a BOS token before each text, if the tokenizer adds one")
 
     @property

@@ -31,13 +31,13 @@ class Live:
     """
     A request that has not ended. sequences: its own, empty before it begins. going: the numbers of its samples that go
     on. begun: was anything of it delivered? outputs: what is not delivered yet; delivered: when the last ones were.
-    scored: `Logprobs` of the prompt's tokens so far, from the second on.
+    prompt_logprobs: `Logprobs` of the prompt's tokens so far, from the second on.
     """
-    __slots__ = 'request', 'sequences', 'going', 'begun', 'time', 'scored', 'outputs', 'delivered'
+    __slots__ = 'request', 'sequences', 'going', 'begun', 'time', 'prompt_logprobs', 'outputs', 'delivered'
 
     def __init__(self, request):
         self.request, self.sequences, self.going, self.begun = request, [], {*range(request.n)}, False
-        self.scored, self.outputs, self.time, self.delivered = [], [], time.monotonic(), float('-inf')
+        self.prompt_logprobs, self.outputs, self.time, self.delivered = [], [], time.monotonic(), float('-inf')
 
 
 class Sample:
@@ -201,7 +201,7 @@ class EngineThread:
         texts = self.texts if r.skip_special else self.all_texts
         streams = [TextStream(texts, r.stop, r.min_tokens, r.include_stop, r.strip) for _ in range(r.n)]
         live.sequences = self.engine.add(
-            r.prompt, r.max_tokens, r.n, r.seed, stop_ids, salt=r.cache_salt, scores=r.prompt_logprobs,
+            r.prompt, r.max_tokens, r.n, r.seed, stop_ids, salt=r.cache_salt, prompt_logits=r.prompt_logprobs,
             logprobs=r.logprobs is not None, most_ahead=AHEAD if r.stop else MOST_AHEAD, constraint=r.constraint,
             **r.draw)
         for i, (s, stream) in enumerate(zip(live.sequences, streams)):
@@ -244,8 +244,8 @@ class EngineThread:
         stream = sample.stream
         if drawn:
             new, logits = drawn.tokens, drawn.logits
-            if s.scores and drawn.first < s.n_prompt - 1 and logits is not None and s.n_drawn == len(new):
-                self.score(s, drawn.first, logits)
+            if s.prompt_logits and drawn.first < s.n_prompt - 1 and logits is not None and s.n_drawn == len(new):
+                self.note_prompt(s, drawn.first, logits)
             if new and r.logprobs is not None:
                 logprobs = logprobs_of(logits[len(logits) - len(new):], new, r.logprobs)
         if new:
@@ -267,12 +267,12 @@ class EngineThread:
         if new or reason:
             return Output(sample.index, new, text, logprobs, reason)
 
-    def score(self, s, first, logits):
+    def note_prompt(self, s, first, logits):
         """Note the log probabilities of the prompt's tokens behind those from position `first` on, by their logits."""
         live = s.owner.live
-        del live.scored[first:]  # it was computed before, and lost its slots
+        del live.prompt_logprobs[first:]  # it was computed before, and lost its slots
         targets = s.tokens[first + 1:min(first + 1 + len(logits), s.n_prompt)]
-        live.scored += logprobs_of(logits[:len(targets)], targets, live.request.logprobs or 0)
+        live.prompt_logprobs += logprobs_of(logits[:len(targets)], targets, live.request.logprobs or 0)
 
     def deliver(self, live):
         """Hand its outputs to a request. One that has ended is forgotten. One whose `deliver` raises is ended."""
@@ -282,8 +282,8 @@ class EngineThread:
             if first and first.n_found is not None:
                 if outputs[0].token_ids:
                     self.stats.first_token.observe(time.monotonic() - live.time)
-                scored = [None, *live.scored] if live.request.prompt_logprobs else None
-                outputs[0] = outputs[0]._replace(n_cached=first.n_found, prompt_logprobs=scored)
+                of_prompt = [None, *live.prompt_logprobs] if live.request.prompt_logprobs else None
+                outputs[0] = outputs[0]._replace(n_cached=first.n_found, prompt_logprobs=of_prompt)
         try:
             live.request.deliver(outputs)
         except Exception as e:

@@ -12,9 +12,9 @@ import decode
 import model as plain_model
 from chat.template import ChatTemplate
 from device import pick_device
-from engine import Engine, default_pool
+from engine import Engine, default_pool, draft_of
 from formats.pretrained import generation_defaults
-from kvcache import bytes_of_slots, make_layers
+from kvcache import bytes_of_slots
 from serving.engine_thread import EngineThread
 from serving.served import Served
 from tokenizer import read_text
@@ -45,9 +45,10 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     defaults = generation_defaults(init_from, generation_config)
     dev, budget = pick_device(device), max_num_batched_tokens
     on_cuda = dev.startswith('cuda')
-    # on CUDA bfloat16 is a dtype of the model, in which it computes
-    decode.check_choice(decoder, 'float32' if on_cuda and weights == 'bfloat16' else weights, threads, dev,
-                        speculate=speculate, draft=draft)
+    dtype = None
+    if on_cuda and weights == 'bfloat16':  # there it is the dtype of the model, in which it computes
+        dtype, weights = torch.bfloat16, 'float32'
+    decode.check_choice(decoder, weights, threads, dev, speculate=speculate, draft=draft)
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, weights=weights)
     model.eval()
     if chat_template:
@@ -56,13 +57,9 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         tokenizer.chat_template = ChatTemplate(read_text(chat_template), tokenizer.special_tokens)
     if dev == 'cpu' and init_from != 'resume':
         copy_weights(model)
-    if on_cuda and weights == 'bfloat16':
-        model, weights = model.bfloat16(), 'float32'
-    if not on_cuda and (decoder == 'eager' or dev != 'cpu' or model.lm_head.weight.dtype not in decode.MODEL_DTYPES):
-        model.float()
+    decode.converted(model, decoder, dtype)
     proposer = draft and copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer))
-    pool = draft and default_pool(proposer.config)
-    proposer = draft and decode.draft_of(proposer, draft, pool, make_layers(proposer, pool.n_slots, 'float32'))
+    proposer = draft and draft_of(proposer, draft, default_pool(proposer.config))
     executor = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
     print(f"decoder: {executor.name}", file=sys.stderr)
     if on_cuda:

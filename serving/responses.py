@@ -137,17 +137,17 @@ class Response(ChatCompletion):
         """Take what has come since the last call: `items` grow, and their events are written."""
         choice, = self.choices
         pieces, is_last = choice.pieces, choice.finish_reason and not choice.ended
-        scores = (choice.take()['logprobs'] or {}).get('content', [])
+        logprobs = (choice.take()['logprobs'] or {}).get('content', [])
         for piece in pieces or [''] * bool(is_last and not self.items):
             if isinstance(piece, str):
-                self.add_text(piece, scores)
-                scores = []
+                self.add_text(piece, logprobs)
+                logprobs = []
             else:
                 self.add_call(piece)
         if is_last or self.error:
             self.end_text('completed' if choice.finish_reason in ('stop', 'tool_calls') else 'incomplete')
 
-    def add_text(self, piece, scores):
+    def add_text(self, piece, logprobs):
         """More text, in the message that the last item is, or in a new one."""
         if self.text is None:
             self.text = {'type': 'output_text', 'text': '', 'annotations': [], 'logprobs': []}
@@ -156,9 +156,9 @@ class Response(ChatCompletion):
             self.note_item('content_part.added', content_index=0, part=self.text)
             self.items[-1]['content'].append(self.text)
         self.text['text'] += piece
-        self.text['logprobs'] += scores
+        self.text['logprobs'] += logprobs
         if piece:
-            self.note_item('output_text.delta', content_index=0, delta=piece, logprobs=scores)
+            self.note_item('output_text.delta', content_index=0, delta=piece, logprobs=logprobs)
 
     def end_text(self, status):
         """The end of the message to which text came last, if there is one."""

@@ -6,17 +6,17 @@ import numpy as np
 import torch
 from tiny_models import VOCAB
 
-import decode
 from decode.cpu import CPUExecutor
 from decode.speculative import Drafting, Pace
-from kvcache import BlockPool, make_layers
+from engine import draft_of
+from kvcache import BlockPool
 
 
 def model_draft(model, n_pages=64, page_size=4):
     """The `ModelDraft` of a model, with a pool of so many pages."""
     c = model.config
     pool = BlockPool(n_pages, page_size, c.window, c.n_sink)
-    return decode.draft_of(model, 'another model', pool, make_layers(model, pool.n_slots, 'float32'))
+    return draft_of(model, 'another model', pool)
 
 
 class AnyPace(Pace):

@@ -93,7 +93,7 @@ def test_no_sequence_of_many_depends_on_its_company(dtype):
         assert engine.scheduler.n_preempted
         return [found[i].tokens for i in range(len(asks))]
     texts_of = in_company(range(len(asks)), 100, 16, 512, logprobs=True)
-    assert texts_of == in_company(reversed(range(len(asks))), 220, 8, 90, scores=True)
+    assert texts_of == in_company(reversed(range(len(asks))), 220, 8, 90, prompt_logits=True)
     alone = engine_of(executor, 40, 16, 512)
     for i in range(0, len(asks), 4):
         s = begun(alone, i, salt=str(i))

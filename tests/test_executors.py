@@ -62,7 +62,7 @@ class Slots:
         if layout != 'rows':
             random.Random(seed).shuffle(self.free)
 
-    def batch(self, counts, n_steps=0, scores=False, logprobs=False, **how):
+    def batch(self, counts, n_steps=0, prompt_logits=False, logprobs=False, **how):
         """A batch of {text: so many new tokens}, with slots for all that it may draw."""
         n_steps = np.broadcast_to(n_steps, len(counts)).astype(np.int64)
         for text, end in zip(counts, n_steps + [t.n_computed + n for t, n in counts.items()]):
@@ -71,7 +71,7 @@ class Slots:
                 text.room += self.size
         spans = [(text, range(text.n_computed, text.n_computed + n)) for text, n in counts.items()]
         return Batch([*counts], [*counts.values()], np.array([t.tokens[p] for t, span in spans for p in span]),
-                     np.array([p for _, span in spans for p in span]), n_steps, [scores] * len(counts),
+                     np.array([p for _, span in spans for p in span]), n_steps, [prompt_logits] * len(counts),
                      [logprobs] * len(counts), **how)
 
     def run(self, counts, n_steps=0, **how):
@@ -85,7 +85,7 @@ class Slots:
 
     def logits(self, counts):
         """The logits of all new tokens of each text."""
-        return [each.logits for each in self.run(counts, scores=True)]
+        return [each.logits for each in self.run(counts, prompt_logits=True)]
 
 
 def texts(n, length, seed=0, **how):
@@ -253,7 +253,7 @@ def test_copies_run_first_and_in_order(way):
     fork = Text(text.tokens)
     fork.runs, fork.room, fork.n_computed = Runs([(0, target, 40)]), 40, 20
     copies = [(source, middle, 20), (middle, target, 20)]
-    drawn = executor.execute_model(slots.batch({fork: 10}, scores=True, copies=copies))
+    drawn = executor.execute_model(slots.batch({fork: 10}, prompt_logits=True, copies=copies))
     torch.testing.assert_close(drawn[0].logits, expected[20:], atol=1e-10, rtol=0)
 
 
@@ -266,7 +266,8 @@ def test_rows_that_are_wanted(monkeypatch):
         slots, (part, scored, drawing, kept) = Slots(made(way, model)), texts(4, 12)
         expected = judged(model, (part, scored, drawing, kept))
         batch = slots.batch({part: 9, scored: 12, drawing: 12, kept: 12}, [0, 1, 1, 1])
-        batch = dataclasses.replace(batch, scores=[False, True, False, False], logprobs=[False, False, False, True])
+        batch = dataclasses.replace(batch, prompt_logits=[False, True, False, False],
+                                    logprobs=[False, False, False, True])
         drawn = slots.executor.execute_model(batch)
         assert [each.tokens for each in drawn] == [[], *([int(row[-1].argmax())] for row in expected[1:])]
         assert drawn[0].logits is None and drawn[2].logits is None
@@ -376,7 +377,7 @@ def test_a_bad_batch_is_refused_and_nothing_is_written(way, bad, monkeypatch):
     how, message, of_others = BAD[bad]
     if not way.startswith('cpu') and not of_others:
         return
-    for chunk, batch_of in itertools.product((256, 1), (dict(n_steps=1), dict(n_steps=5), dict(scores=True))):
+    for chunk, batch_of in itertools.product((256, 1), (dict(n_steps=1), dict(n_steps=5), dict(prompt_logits=True))):
         monkeypatch.setattr(cpu, 'CHUNK', chunk)
         monkeypatch.setattr(GPUExecutor, 'most_sequences', chunk)
         slots, some = computed(made(way, model_of('learned')))

@@ -163,7 +163,8 @@ def test_a_text_is_one_whoever_runs_beside_it():
     """
     m, many = model_of('learned', vocab_size=50257, n_embd=16, n_layer=1), range(0, 50257, 90)
     hows = [dict(temperature=0.9), dict(logprobs=True), dict(stops=many, min_tokens=9),
-            dict(logit_bias={t: 1.0 for t in many}), dict(frequency_penalty=1.0), dict(scores=True, logprobs=True)]
+            dict(logit_bias={t: 1.0 for t in many}), dict(frequency_penalty=1.0),
+            dict(prompt_logits=True, logprobs=True)]
 
     def other_draw(logits, inputs):
         inputs.seeds[:len(logits)] ^= 2**40  # a draw by another seed: no token is the definition's but by chance
@@ -283,7 +284,7 @@ def test_nothing_is_recorded_in_service_and_nothing_kept_behind_it(monkeypatch):
     executor, stored = engine.executor, weakref.ref(engine.layers[0].k.data)
     executor.prepare()
     n = len(queue.pools)
-    sequences = [s for how in (*HOWS, dict(logprobs=True), dict(scores=True, logprobs=True))
+    sequences = [s for how in (*HOWS, dict(logprobs=True), dict(prompt_logits=True, logprobs=True))
                  for s in engine.add([1, 2], 9, 2, **how)]
     run(engine)
     check_alone(m, sequences)

@@ -299,9 +299,9 @@ def largest_over_noise(weights, tokens, chooses, n, key):
             x = mixed(key + uint64(tokens[i] + 1 if chooses else i + 1) * GOLDEN)
             u, weight = (np.float64(x >> uint64(12)) + 0.5) * 2.0**-52, np.float64(weights[i])
             if weight > largest * (1.0 - u):
-                score = weight / -math.log(u)
-                if score > largest:
-                    largest, found = score, i
+                ratio = weight / -math.log(u)
+                if ratio > largest:
+                    largest, found = ratio, i
     return found
 
 
