@@ -33,7 +33,7 @@ from decode.eager import UncachedExecutor
 from device import DTYPES, autocast, pick_device, pick_dtype, share_cores, synchronize
 from engine.engine import PAGE_SIZE, Engine, draft_of, pool_for
 from formats.pretrained import generation_defaults
-from kvcache import BlockPool, NoPool, bytes_of_slots, pages_for
+from kvcache import NoPool, PagePool, bytes_of_slots, pages_for
 from kvcache.storage import free_memory
 from serving.constraints import Vocabulary, compiled
 from tokenizer import TextStream, read_text
@@ -170,26 +170,26 @@ def by_model():
 
 def sample_by_engine(model, tokenizer, prompts, dev, printed):
     """Draw all samples, as many at a time as batch_size says."""
-    n_rows = min(batch_size, num_samples * len(prompts))
+    n_sequences = min(batch_size, num_samples * len(prompts))
     n_tokens = max(map(len, prompts)) + max_new_tokens
-    pool, how, number_of = pool_of(model.config, n_rows, n_tokens), draw_settings(), {}
-    engine = engine_for(model, tokenizer, n_rows, n_tokens, pool, dev)
+    pool, how, number_of = pool_of(model.config, n_sequences, n_tokens), draw_settings(), {}
+    engine = engine_for(model, tokenizer, n_sequences, n_tokens, pool, dev)
     if when_full in ('crop', 'shift'):
         how |= dict(when_full=when_full, keep=keep or None, n_keep=n_keep)
     if constraint := constraint_of(model, tokenizer):
-        how |= dict(constraint=constraint, stops=tokenizer.end_tokens)
+        how |= dict(constraint=constraint, stop_ids=tokenizer.end_tokens)
     with engine.executor.torch_on_one_thread():
         if not debug_kv_model.tracing():  # a few steps that are not counted, in which kernels are compiled, or read
-            engine.generate([prompts[0][:1]], min(4, max_new_tokens), n_rows, **draw_settings())
+            engine.generate([prompts[0][:1]], min(4, max_new_tokens), n_sequences, **draw_settings())
         printed.begin()
         for i, prompt in enumerate(prompts):
             for s in engine.add(prompt, max_new_tokens, num_samples, seed + i * num_samples, **how):
                 number_of[s] = len(number_of)
         while not all(s.ended for s in number_of):
-            for s, drawn in engine.step():
+            for s, output in engine.step():
                 if s.error:
                     raise s.error
-                new = drawn.tokens if drawn else []
+                new = output.tokens if output else []
                 if printed.add(number_of[s], new[:-1] if s.ended == 'stop' else new, s.ended):
                     engine.end(s, 'stop')
 
@@ -257,32 +257,32 @@ def chat_with(model, tokenizer, dev, first, given):
         talk(conversation, max_new_tokens, first)
 
 
-def engine_for(model, tokenizer, n_rows, n_tokens, pool, dev):
+def engine_for(model, tokenizer, n_sequences, n_tokens, pool, dev):
     """
     An `Engine` for so many sequences of so many tokens, with the executor that was asked for; stderr is told which it
     is.
     """
     if not use_cache:
-        engine = Engine(model, UncachedExecutor(model), NoPool(), most_running=n_rows)
+        engine = Engine(model, UncachedExecutor(model), NoPool(), most_running=n_sequences)
     else:
         proposer = draft and checkpoint.load_draft(draft, plain_model, model, tokenizer)
         proposer = draft and draft_of(proposer, draft, pool_for(
-            proposer.config, min(n_rows, decode.DRAFTED_SEQUENCES), n_tokens))
+            proposer.config, min(n_sequences, decode.DRAFTED_SEQUENCES), n_tokens))
         is_traced = debug_kv_model.tracing() and not decode.asked_of_the_kernel(weights, threads, speculate, draft)
         name = 'eager' if decoder == 'auto' and is_traced else decoder  # others have no trace
-        executor = decode.best(model, n_rows, weights, threads, name, 'off' if chat else speculate, proposer,
+        executor = decode.best(model, n_sequences, weights, threads, name, 'off' if chat else speculate, proposer,
                                pick_dtype(dtype, dev), kv_bits)
-        engine = Engine(model, executor, pool, 512 if chat else 2**14, n_rows, kv_bits)
+        engine = Engine(model, executor, pool, 512 if chat else 2**14, n_sequences, kv_bits)
     print(f"decoder: {engine.executor.name}", file=sys.stderr)
     return engine
 
 
-def pool_of(config, n_rows, n_tokens):
+def pool_of(config, n_sequences, n_tokens):
     """The pool that kv_cache names, for so many sequences of so many tokens."""
     if kv_cache in CELLS:
         from kvcache.llamacpp.pool import CellPool
-        return traced(CellPool(config, n_rows, n_tokens, unified=kv_cache == 'unified'))
-    return traced(pool_for(config, n_rows, n_tokens))
+        return traced(CellPool(config, n_sequences, n_tokens, unified=kv_cache == 'unified'))
+    return traced(pool_for(config, n_sequences, n_tokens))
 
 
 def pool_of_chat(model, dev):
@@ -290,7 +290,7 @@ def pool_of_chat(model, dev):
     c = model.config
     free = free_memory(torch.device(dev)) / 2
     n_pages = max(1, int(min(pages_for(c, PAGE_SIZE), free / bytes_of_slots(c, PAGE_SIZE))))
-    return traced(BlockPool(n_pages, PAGE_SIZE, c.window, c.n_sink))
+    return traced(PagePool(n_pages, PAGE_SIZE, c.window, c.n_sink))
 
 
 def traced(pool):

@@ -71,7 +71,7 @@ class Ours(Peer):
         engine.add(tokens.tolist(), 1, prompt_logits=True, logprobs=True)
         rows = []
         while not engine.is_idle:
-            rows += [drawn.logits for _, drawn in engine.step() if drawn and drawn.logits is not None]
+            rows += [output.logits for _, output in engine.step() if output and output.logits is not None]
         return torch.cat(rows)
 
 

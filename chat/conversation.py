@@ -38,7 +38,7 @@ class Conversation:
 
     def stop(self, *signal_and_frame):
         """End the answer behind the present call of the executor; also a handler of signals."""
-        self.engine.stop_soon[0] = 1
+        self.engine.return_soon[0] = 1
 
     def answer(self, text, max_new_tokens):
         """
@@ -46,20 +46,20 @@ class Conversation:
         max_new_tokens, or where the context ends. A caller that stops earlier keeps the part that has come. ValueError,
         with the conversation as before, if it has grown beyond the context.
         """
-        self.engine.stop_soon[0] = 0
+        self.engine.return_soon[0] = 0
         messages, most = [*self.messages, dict(role='user', content=text)], self.engine.model.config.max_positions
         system = [dict(role='system', content=self.system)] * bool(self.system)
         prompt = self.tokenizer.conversation([*system, *messages], **dict(self.variables))
         if len(prompt) >= most:
             raise ValueError(f"the conversation has {len(prompt):,} tokens, and the model's context {most:,}: begin a "
                              "new one (/clear), or say less")
-        room, stops = most - len(prompt) + 1, self.tokenizer.end_tokens
-        sequence, = self.engine.add(prompt, min(max_new_tokens, room), seed=self.seed, stops=stops, **self.how)
+        room, stop_ids = most - len(prompt) + 1, self.tokenizer.end_tokens
+        sequence, = self.engine.add(prompt, min(max_new_tokens, room), seed=self.seed, stop_ids=stop_ids, **self.how)
         stream, said, self.cut = TextStream(self.token_bytes, strip=self.tokenizer.strips), '', ''
         try:
-            while not sequence.ended and not self.engine.stop_soon[0]:
-                for _, drawn in self.engine.step():
-                    new = drawn.tokens if drawn else []
+            while not sequence.ended and not self.engine.return_soon[0]:
+                for _, output in self.engine.step():
+                    new = output.tokens if output else []
                     said += (piece := stream.push(*new[:-1] if sequence.ended == 'stop' else new))
                     yield piece
                 if sequence.error:
@@ -73,7 +73,7 @@ class Conversation:
             self.engine.end(sequence, 'abort')
             self.n_kept = sequence.n_found or 0
             self.n_new, self.n_drawn = len(prompt) - self.n_kept, sequence.n_drawn - (
-                sequence.ended == 'stop' and sequence.tokens[-1] in stops)
+                sequence.ended == 'stop' and sequence.tokens[-1] in stop_ids)
             self.messages = [*messages, dict(role='assistant', content=said)]
 
 

@@ -1,7 +1,7 @@
 """
 Executors: one step of a model for any sequences, as fast as the device allows.
 
-    drawn = executor.execute_model(batch)       # see batch.py
+    outputs = executor.execute_model(batch)     # see batch.py
 
 An executor has a `name`; the `model` that it computes; `hold(layers)`, which gives it the storage of its slots, then
 its `layers`; `type_kv`, the type of keys and values that it computes; `refresh()`, after which it goes on with the

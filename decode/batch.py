@@ -1,7 +1,7 @@
 """
 The work of one call of an executor, and what comes of it.
 
-    drawn = executor.execute_model(batch)
+    outputs = executor.execute_model(batch)
 
 The call is vLLM's. A `Batch` has the new tokens of any sequences one after the other on one axis: prompts, parts of
 prompts, and single tokens. Where the keys and values of a sequence lie is said by its `Runs`. A slot holds the keys and
@@ -63,19 +63,19 @@ class Runs:
 class Batch:
     """
     sequences: those of the call, each once. Executors read of each: `runs`, its `Runs`, with slots for the positions of
-        its new tokens and of all that these see; `tokens`, its text, a list; `n_drawn`, how many of these were drawn;
+        its new tokens and of all that these see; `tokens`, a list of all; `n_drawn`, how many of these were drawn;
         `settings`, its `draw.DrawSettings`.
     counts: how many new tokens each brings, at least 1, a list (S,).
     tokens: the new tokens, int64 (N,). positions: theirs, int64 (N,); those of a sequence are consecutive.
-    n_steps: int64 (S,). How many tokens each sequence may draw in this call; 0 where its last token is not the last of
-        its text. More than 1 only if every sequence brings one token: what is drawn is then the next step's token, and
+    n_steps: int64 (S,). How many tokens each sequence may draw in this call; 0 where its newest token is not among the
+        new ones. More than 1 only if every sequence brings one token: what is drawn is then the next step's token, and
         there are slots for all of them.
     prompt_logits: for each sequence, are the logits of all of its new tokens wanted? A list. Then n_steps is at most 1.
     logprobs: for each sequence, are the logits wanted from which its tokens are drawn? A list.
     copies: (source, target, n) of slots, which are copied before anything else, in this order: the targets are in pages
         that nobody reads yet.
-    until: no step begins after this time of `now`. stop_soon: none begins once stop_soon[0] is not 0; another thread
-        may set it.
+    until: no step begins after this time of `now`. return_soon: none begins once return_soon[0] is not 0; another
+        thread may set it.
     """
     sequences: list
     counts: list
@@ -86,7 +86,7 @@ class Batch:
     logprobs: list
     copies: list = ()
     until: int = 2**63 - 1
-    stop_soon: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    return_soon: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
 
     @property
     def decodes(self):
@@ -101,7 +101,7 @@ class Batch:
 
     def is_late(self):
         """May no other step of this call begin?"""
-        return bool(self.stop_soon[0]) or now() >= self.until
+        return bool(self.return_soon[0]) or now() >= self.until
 
     def rows(self):
         """
@@ -120,16 +120,16 @@ class Batch:
 
     def result(self, drawn, logits, parts):
         """
-        The `Drawn` of a single step. drawn: the token of each sequence that draws, a list. logits: a tensor of the rows
-        and `parts` of `rows`.
+        The `SequenceOutput`s of a single step. drawn: the token of each sequence that draws, a list. logits: a tensor
+        of the rows and `parts` of `rows`.
         """
         tokens = iter(drawn)
-        return [Drawn([next(tokens)] if n else [], logits[part] if every or logprobs and n else None)
+        return [SequenceOutput([next(tokens)] if n else [], logits[part] if every or logprobs and n else None)
                 for n, every, logprobs, part in zip(self.n_steps.tolist(), self.prompt_logits, self.logprobs, parts)]
 
 
 @dataclass(slots=True)
-class Drawn:
+class SequenceOutput:
     """
     What a call gives a sequence. tokens: those it drew, a list. logits: float32 (n, vocab_size) that were wanted:
     behind the tokens that it brought, or those from which its tokens were drawn; None if none were wanted. first: the
@@ -163,9 +163,9 @@ def step_slots(config, batch):
     found = []
     for low, high in parts:
         n_keys = np.maximum(high - low, 0)
-        step = np.arange(n_keys.sum()) - np.repeat(n_keys.cumsum() - n_keys, n_keys)  # 0, 1, ... within each run
-        found.append((np.repeat(of_run, n_keys), np.repeat(low, n_keys) + step,
-                      np.repeat(slot + low - position, n_keys) + step))
+        offset = np.arange(n_keys.sum()) - np.repeat(n_keys.cumsum() - n_keys, n_keys)  # 0, 1, ... within each run
+        found.append((np.repeat(of_run, n_keys), np.repeat(low, n_keys) + offset,
+                      np.repeat(slot + low - position, n_keys) + offset))
     seq, position, slot = (np.concatenate(each) for each in zip(*found)) if len(found) > 1 else found[0]
     if len(found) > 1:
         order = seq.argsort(kind='stable')

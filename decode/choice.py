@@ -15,7 +15,7 @@ SOONEST, LATEST = 16, 128  # windows between two rounds
 SLOWER = 1.5         # a window so many times slower than usual starts a round
 TOO_SLOW = 2.0       # a number so many times slower than the best of the round is timed for one step only
 PAUSE = 20_000_000   # nanoseconds without a step, after which the next one is not counted
-SHARE = 50           # between two rounds, steps take at least so many times what the last round has cost
+REST = 50            # between two rounds, steps take at least so many times what the last round has cost
 
 
 class ThreadChoice:
@@ -83,7 +83,7 @@ class ThreadChoice:
         self.challenger = None
         self.best, self.usual = fastest, self.trials[fastest]
         cost = sum(ns - steps * self.usual for ns, steps in self.spent)
-        self.rest = max(self.interval * WINDOW, SHARE * cost)
+        self.rest = max(self.interval * WINDOW, REST * cost)
         self.begin(fastest, WINDOW)
 
     def end_window(self):

@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from decode.batch import Drawn, NotNumbers, Refused
+from decode.batch import NotNumbers, Refused, SequenceOutput
 from decode.choice import ThreadChoice
 from decode.kernel import layout
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
@@ -95,9 +95,10 @@ class CPUExecutor:
 
     def execute_model(self, batch):
         """
-        The new tokens of a `Batch`, and what is drawn behind them: a `Drawn` for each sequence. The call is vLLM's.
+        Compute the new tokens of a `Batch`, and draw behind them: a `SequenceOutput` for each sequence. It is vLLM's
+        call.
 
-        The bits of a row's logits do not depend on the other sequences, on how a text is divided into steps, on the
+        The bits of a row's logits do not depend on the other sequences, on how a prompt is divided into steps, on the
         slots or on the number of threads. `Refused`, with nothing written, on tokens, positions and runs that do not
         fit the model, the slots or each other; `NotNumbers` if logits are broken.
         """
@@ -133,7 +134,7 @@ class CPUExecutor:
         found = [column[column >= 0].tolist() for column in tokens.T]
         for s, of_s in zip(batch.sequences, found):
             s.settings.n_counted = s.n_drawn + len(of_s)
-        return [Drawn(of_s, kept[:len(of_s), i] if keep else None)
+        return [SequenceOutput(of_s, kept[:len(of_s), i] if keep else None)
                 for i, (of_s, keep) in enumerate(zip(found, batch.logprobs))]
 
     def steps(self, batch, going, newest, done, n, logits):
@@ -152,7 +153,7 @@ class CPUExecutor:
         tables.memory[TOKENS], tables.memory[LOGITS] = tokens.ctypes.data, logits.data_ptr()
         tables.sizes[layout.LOGITS_STEP] = 4 * R * self.vocab_size if len(logits) > 1 else 0
         tables.memory[layout.DRAW] = DRAW.address
-        tables.memory[layout.DRAW_DATA] = self.draws.describe(sequences, done, batch.stop_soon, batch.until)
+        tables.memory[layout.DRAW_DATA] = self.draws.describe(sequences, done, batch.return_soon, batch.until)
         ended = False
         while made < n and not ended:
             n_threads, choice = self.threads_for(R)

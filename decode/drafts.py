@@ -1,5 +1,5 @@
 """
-Who proposes tokens for `decode.speculative`: the same model with fewer bits, the text itself, or another model.
+Who proposes tokens for `decode.speculative`: the same model with fewer bits, the sequence itself, or another model.
 
 A draft has a `name`; `hold(layers)` and `refresh()`, as executors have them; and `propose(batch, k, n_threads)`, which
 returns up to k proposals for each sequence of a batch that decodes, int64 (n, S), as many for each, n = 0 for none.
@@ -9,10 +9,10 @@ import numpy as np
 from decode.batch import Batch
 from decode.cpu import CPUExecutor
 
-LONGEST, SHORTEST = 4, 2  # n-grams of the text that are looked for
+LONGEST, SHORTEST = 4, 2  # n-grams that are looked for
 
 
-def made(draft, target):
+def draft_for(draft, target):
     """The draft for an executor: 'int4', 'int8', 'ngram', or a `ModelDraft`, which must have the same vocabulary."""
     if isinstance(draft, str):
         return NgramDraft() if draft == 'ngram' else PackedDraft(target, draft)
@@ -32,7 +32,7 @@ def drawn_by(executor, sequences, new, k):
     positions = np.concatenate([np.arange(len(of_s)) + s.n_computed for s, of_s in zip(sequences, new)])
     batch = Batch(sequences, [len(of_s) for of_s in new], np.concatenate(new), positions, np.full(S, k), [False] * S,
                   [False] * S)
-    return np.array([drawn.tokens for drawn in executor.execute_model(batch)], np.int64).T
+    return np.array([output.tokens for output in executor.execute_model(batch)], np.int64).T
 
 
 class PackedDraft:
@@ -52,24 +52,24 @@ class PackedDraft:
 
 class NgramDraft:
     """
-    The text itself: its last n tokens have come before, and what came behind them is proposed; first n = LONGEST is
-    looked for, last SHORTEST. Known as prompt lookup. texts: {sequence of the last call: its `Ngrams`}.
+    The sequence itself: its last n tokens have come before, and what came behind them is proposed; first n = LONGEST is
+    looked for, last SHORTEST. Known as prompt lookup. ngrams: {sequence of the last call: its `Ngrams`}.
     """
     name = 'n-grams of the text'
 
     def __init__(self):
-        self.texts = {}
+        self.ngrams = {}
 
     def hold(self, layers):
         """It has no keys and values."""
 
     def refresh(self):
-        """The text does not depend on the weights."""
+        """The tokens do not depend on the weights."""
 
     def propose(self, batch, k, n_threads):
-        self.texts = {s: self.texts.get(s) or Ngrams(s.tokens) for s in batch.sequences}
-        found = [ngrams.after(k) for ngrams in self.texts.values()]
-        proposals = np.tile(batch.tokens, (max(map(len, found)), 1))  # the newest token where a text offers fewer
+        self.ngrams = {s: self.ngrams.get(s) or Ngrams(s.tokens) for s in batch.sequences}
+        found = [of_s.after(k) for of_s in self.ngrams.values()]
+        proposals = np.tile(batch.tokens, (max(map(len, found)), 1))  # the newest token where a sequence offers fewer
         for column, tokens in zip(proposals.T, found):
             column[:len(tokens)] = tokens
         return proposals
@@ -77,7 +77,7 @@ class NgramDraft:
 
 class Ngrams:
     """
-    The n-grams of a text, a list that grows. ends: {n-gram: the number of the token behind the last one}, of those
+    The n-grams of a list of tokens that grows. ends: {n-gram: the number of the token behind the last one}, of those
     behind which one of the first n_known tokens stands.
     """
 
@@ -85,7 +85,7 @@ class Ngrams:
         self.tokens, self.n_known, self.ends = tokens, 0, {}
 
     def after(self, k):
-        """Up to k tokens from behind the last n-gram with which the text ends."""
+        """Up to k tokens from behind the last n-gram with which the tokens end."""
         tokens = self.tokens
         for end in range(self.n_known, len(tokens)):
             for size in range(SHORTEST, min(LONGEST, end) + 1):
@@ -101,15 +101,15 @@ class Ngrams:
 class ModelDraft:
     """
     Another model with the same vocabulary, usually a smaller one. executor: of it, on the slots of pool, a
-    `kvcache.BlockPool`; nothing else uses the two. It reads the texts of the calls, whatever becomes of these in the
-    pool of the model itself. Where there is no room for all texts of a call, or one fills its context, it proposes
+    `kvcache.PagePool`; nothing else uses the two. It follows the sequences of the calls, whatever
+    becomes of these in the pool of the model. Where there is no room for all, or one fills its context, it proposes
     nothing.
 
-    texts: {sequence of the last call: its `Text`}.
+    sequences: {sequence of the last call: its `DraftSequence`}.
     """
 
     def __init__(self, executor, pool, name):
-        self.executor, self.pool, self.name, self.texts, self.unfinished = executor, pool, name, {}, False
+        self.executor, self.pool, self.name, self.sequences, self.unfinished = executor, pool, name, {}, False
 
     def hold(self, layers):
         """Its keys and values lie in slots of its own."""
@@ -121,52 +121,52 @@ class ModelDraft:
     def forget(self):
         """Nothing is computed."""
         self.pool.reset()
-        self.texts = {}
+        self.sequences = {}
 
     def propose(self, batch, k, n_threads):
         if self.unfinished:  # an exception has ended the call before, at any place
             self.forget()
-        self.unfinished, before = True, self.texts
-        self.texts = {s: before.pop(s, None) or self.begin(s) for s in batch.sequences}
-        for text in before.values():
-            self.pool.free(text)
-        texts, proposals = [*self.texts.values()], np.empty((0, len(batch.sequences)), np.int64)
-        if all([self.has_room(text, k) for text in texts]):
-            if behind := [text for text in texts if text.unread()]:
-                self.compute(behind, [text.unread() for text in behind], 0)
-            proposals = self.compute(texts, batch.tokens[:, None], k)
-            for text, column in zip(texts, proposals.T):
-                text.proposed = column.tolist()
+        self.unfinished, before = True, self.sequences
+        self.sequences = {s: before.pop(s, None) or self.begin(s) for s in batch.sequences}
+        for s in before.values():
+            self.pool.free(s)
+        sequences, proposals = [*self.sequences.values()], np.empty((0, len(batch.sequences)), np.int64)
+        if all([self.has_room(s, k) for s in sequences]):
+            if behind := [s for s in sequences if s.unread()]:
+                self.compute(behind, [s.unread() for s in behind], 0)
+            proposals = self.compute(sequences, batch.tokens[:, None], k)
+            for s, column in zip(sequences, proposals.T):
+                s.proposed = column.tolist()
         self.unfinished = False
         return proposals
 
     def begin(self, sequence):
-        """The `Text` of a sequence, with the tokens that the pool remembers."""
-        text = Text(sequence)
-        self.pool.begin(text, sequence.tokens, sequence.salt)
-        return text
+        """The `DraftSequence` of a sequence, with the tokens that the pool remembers."""
+        s = DraftSequence(sequence)
+        self.pool.begin(s, sequence.tokens, sequence.salt)
+        return s
 
-    def has_room(self, text, k):
+    def has_room(self, s, k):
         """
-        Are there positions and slots for all tokens of a text and k proposals? The proposals that were drawn since are
-        counted as computed before.
+        Are there positions and slots for all tokens of a sequence and k proposals? The proposals that were drawn since
+        are counted as computed before.
         """
-        self.pool.computed(text, text.n_right())
-        text.proposed, n_positions = [], len(text.tokens) + k - 1  # the last proposal needs none
+        self.pool.computed(s, s.n_right())
+        s.proposed, n_positions = [], len(s.tokens) + k - 1  # the last proposal needs none
         most = self.executor.model.config.max_positions
-        return n_positions <= most and self.pool.extend(text, n_positions - text.n_computed)
+        return n_positions <= most and self.pool.extend(s, n_positions - s.n_computed)
 
-    def compute(self, texts, new, k):
-        """`drawn_by` of texts, whose new tokens are computed then."""
-        proposals = drawn_by(self.executor, texts, new, k)
-        for text, of_text in zip(texts, new):
-            self.pool.computed(text, len(of_text))
+    def compute(self, sequences, new, k):
+        """`drawn_by` of sequences, whose new tokens are computed then."""
+        proposals = drawn_by(self.executor, sequences, new, k)
+        for s, of_s in zip(sequences, new):
+            self.pool.computed(s, len(of_s))
         return proposals
 
 
-class Text:
+class DraftSequence:
     """
-    The text of a sequence for a `ModelDraft`. It has what an executor and a pool read of a sequence. proposed: what was
+    A sequence in the pool of a `ModelDraft`. It has what an executor and a pool read of a sequence. proposed: what was
     proposed last; all of it but the last one is in the slots behind n_computed.
     """
     whole = True

@@ -32,17 +32,17 @@ class DrawSettings:
     the fewest that hold this much probability. presence_penalty and frequency_penalty are subtracted from the logit of
     a token that was drawn, once and for each time. repetition_penalty divides the positive logits of all tokens of
     the sequence, and multiplies the negative ones.
-    seed: of the noise. stops: token ids that end the sequence, ascending; they are not drawn before min_tokens others.
+    seed: of the noise. stop_ids: tokens that end the sequence, ascending; they are not drawn before min_tokens others.
     bias_tokens, biases: int64 and float64 (n,), numbers that are added to logits.
     allowed: None, or a bitmap, int64 (vocab_size // 64 + 1,): only tokens t whose bit t % 64 of number t // 64 is 1
-    are drawn. Whoever constrains the text writes it before each draw, in place.
+    are drawn. Whoever constrains the sequence writes it before each draw, in place.
     penalised: does it have penalties? Then there are, once it draws, counts: int64 (vocab_size,), how often each token
     was drawn, and in_prompt: uint8 (vocab_size,), 1 for the tokens of the prompt, a list.
     """
-    __slots__ = ('vocab_size', 'values', 'seed', 'stops', 'min_tokens', 'bias_tokens', 'biases', 'penalised', 'prompt',
-                 'counts', 'in_prompt', 'n_counted', 'allowed')
+    __slots__ = ('vocab_size', 'values', 'seed', 'stop_ids', 'min_tokens', 'bias_tokens', 'biases', 'penalised',
+                 'prompt', 'counts', 'in_prompt', 'n_counted', 'allowed')
 
-    def __init__(self, vocab_size, seed=0, stops=(), min_tokens=0, logit_bias=(), prompt=(), **values):
+    def __init__(self, vocab_size, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), prompt=(), **values):
         if unknown := values.keys() - DEFAULTS.keys():
             raise ValueError(f"there is no setting {', '.join(sorted(unknown))}: a draw has {', '.join(NAMES)}")
         values = DEFAULTS | values
@@ -50,9 +50,9 @@ class DrawSettings:
         check_values(**values)
         values['top_k'] = min(max(values['top_k'] or 0, 0), vocab_size)
         self.values = tuple(float(values[name]) for name in NAMES)
-        self.seed, self.stops, self.min_tokens = seed % 2**64, sorted(stops), min_tokens if stops else 0
+        self.seed, self.stop_ids, self.min_tokens = seed % 2**64, sorted(stop_ids), min_tokens if stop_ids else 0
         biases = dict(logit_bias)
-        for token in (*self.stops, *biases):
+        for token in (*self.stop_ids, *biases):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"token ids are 0 to {vocab_size - 1}, and a stop or a bias is for {token}: "
                                  "leave it out")
@@ -116,7 +116,7 @@ def changed(row, settings, number):
         at = torch.from_numpy(s.bias_tokens).to(row.device)
         row[at] += torch.from_numpy(s.biases).to(row)
     if number < s.min_tokens:
-        row[s.stops] = -math.inf
+        row[s.stop_ids] = -math.inf
     if s.penalised:
         presence, frequency, repetition = s.values[4:]
         counts, in_prompt = torch.from_numpy(s.counts).to(row.device), torch.from_numpy(s.in_prompt).to(row.device)

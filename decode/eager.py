@@ -54,7 +54,7 @@ class EagerExecutor:
             logits = self.logits_of(batch, rows)
             if not are_numbers(logits):
                 raise NotNumbers
-            return drawn_from(logits, batch, parts)
+            return outputs_of(logits, batch, parts)
 
     def logits_of(self, batch, rows):
         """The logits of these rows, (W, vocab_size)."""
@@ -91,8 +91,8 @@ class EagerExecutor:
 
 class UncachedExecutor:
     """
-    What generation without a cache is: `counts` are all of each text, and the model computes them from position 0 on.
-    Its pool is `kvcache.NoPool`.
+    What generation without a cache is: `counts` are all tokens of each sequence, and the model computes them from
+    position 0 on. Its pool is `kvcache.NoPool`.
     """
     name, layers, torch_on_one_thread = 'PyTorch, without a cache', (), nullcontext
 
@@ -103,20 +103,20 @@ class UncachedExecutor:
         """The model is called as it is."""
 
     def execute_model(self, batch):
-        """See `decode.cpu.CPUExecutor.execute_model`. Texts of different lengths are computed one by one."""
+        """See `decode.cpu.CPUExecutor.execute_model`. Sequences of different lengths are computed one by one."""
         check_step(self.model, batch)
         _, parts = batch.rows()
-        texts = torch.from_numpy(batch.tokens).to(self.model.lm_head.weight.device).split(batch.counts)
-        together = [texts] if len(set(batch.counts)) == 1 else [[text] for text in texts]
+        prompts = torch.from_numpy(batch.tokens).to(self.model.lm_head.weight.device).split(batch.counts)
+        together = [prompts] if len(set(batch.counts)) == 1 else [[one] for one in prompts]
         with torch.inference_mode():
             logits = torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])
             if not are_numbers(logits[:, 0]):
                 raise NotNumbers
-            return drawn_from(logits[:, 0], batch, parts)
+            return outputs_of(logits[:, 0], batch, parts)
 
 
-def drawn_from(logits, batch, parts):
-    """The `Drawn` of a single step, from the logits and the parts of `Batch.rows`."""
+def outputs_of(logits, batch, parts):
+    """The `SequenceOutput` of a single step, from the logits and the parts of `Batch.rows`."""
     drawing = [(s, part.stop - 1) for s, n, part in zip(batch.sequences, batch.n_steps.tolist(), parts) if n]
     if not drawing:
         return batch.result([], logits, parts)

@@ -16,17 +16,17 @@ from dataclasses import replace
 import numpy as np
 
 from decode import DRAFTED_SEQUENCES, drafts
-from decode.batch import Drawn, NotNumbers, Refused
+from decode.batch import NotNumbers, Refused, SequenceOutput
 from decode.kernel.sampling import VERIFY
 from decode.kernel.step import workers
 
 MOST_PROPOSALS = 15  # of a sequence in a round
 FIRST_PROPOSALS, TRIAL_ROUNDS = 4, 4  # of a trial
 GAIN = 1.08          # drafts are used where they are expected to be so many times faster than plain steps
-SHARE = 60           # after a trial that has shown no gain, plain steps take so many times what it has cost
-LATEST = 16          # at most so many times longer, after several such trials
+REST = 60            # after a trial that has shown no gain, plain steps take so many times what it has cost
+LONGEST_REST = 16    # at most so many times longer, after several such trials
 ROUNDS = 64          # after so many rounds one plain step is timed
-MEMORY = 0.95        # a round counts so much less for the acceptance than the round behind it
+DECAY = 0.95         # a round counts so much less for the acceptance than the round behind it
 
 
 class Drafting:
@@ -40,7 +40,7 @@ class Drafting:
     """
 
     def __init__(self, target, draft):
-        self.target, self.draft, self.paces = target, drafts.made(draft, target), defaultdict(Pace)
+        self.target, self.draft, self.paces = target, drafts.draft_for(draft, target), defaultdict(Pace)
         self.name = f"{target.name}, drafts by {self.draft.name}"
         self.model, self.layers, self.type_kv = target.model, target.layers, target.type_kv
         self.torch_on_one_thread = target.torch_on_one_thread
@@ -68,9 +68,9 @@ class Drafting:
             with workers.lock:
                 return self.round(batch, k, pace)
         began = time.perf_counter_ns()
-        drawn = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)) if pace.k else batch)
-        pace.record_plain(time.perf_counter_ns() - began, max(len(of_one.tokens) for of_one in drawn))
-        return drawn
+        outputs = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)) if pace.k else batch)
+        pace.record_plain(time.perf_counter_ns() - began, max(len(of_one.tokens) for of_one in outputs))
+        return outputs
 
     def round(self, batch, k, pace):
         """What `execute_model` returns of a batch, by up to k proposals for each sequence."""
@@ -81,28 +81,28 @@ class Drafting:
             batch.make_copies(target.layers)
             proposals = self.draft.propose(batch, k, n_threads)
             drafted = time.perf_counter_ns()
-            drawn, ended = self.verified(batch, proposals, n_threads)
+            outputs, ended = self.verified(batch, proposals, n_threads)
         except (NotNumbers, Refused):  # also of a proposal that the model would not have drawn
-            drawn = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)))
+            outputs = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)))
             proposals, drafted, ended = [], began, False
-        n_drawn = sum(len(of_one.tokens) for of_one in drawn) / len(drawn)
+        n_drawn = sum(len(of_one.tokens) for of_one in outputs) / len(outputs)
         pace.record_round(k, len(proposals), n_drawn, drafted - began, time.perf_counter_ns() - drafted, ended)
-        return drawn
+        return outputs
 
     def verified(self, batch, proposals, n_threads):
         """
-        The `Drawn` of each sequence of a batch, and whether one has ended. proposals: int64 (n, S). One step computes
-        the logits of n + 1 tokens of each sequence.
+        The `SequenceOutput` of each sequence of a batch, and whether one has ended. proposals: int64 (n, S). One step
+        computes the logits of n + 1 tokens of each sequence.
         """
         target, S, n = self.target, len(batch.sequences), len(proposals) + 1
         tokens = np.zeros((n + 1, S), np.int64)
         tokens[0], tokens[1:n] = batch.tokens, proposals
         chunk, positions = tokens[:n].T.ravel(), (batch.positions[:, None] + np.arange(n)).ravel()
         logits = target.logits_of(batch, chunk, positions, [n] * S, np.arange(S * n), n_threads).view(S, n, -1)
-        table = target.draws.describe(batch.sequences, 0, batch.stop_soon, batch.until)
+        table = target.draws.describe(batch.sequences, 0, batch.return_soon, batch.until)
         ended = VERIFY.call(table, logits.data_ptr(), tokens.ctypes.data, n, 0) < 0
         drawn = [column[column >= 0].tolist() for column in tokens[1:].T]
-        return [Drawn(of_one, rows[:len(of_one)] if kept else None)
+        return [SequenceOutput(of_one, rows[:len(of_one)] if kept else None)
                 for of_one, rows, kept in zip(drawn, logits, batch.logprobs)], ended
 
 
@@ -112,8 +112,8 @@ class Pace:
 
     It begins with plain steps, then makes a trial: TRIAL_ROUNDS rounds with FIRST_PROPOSALS, behind one that is not
     counted, because it waits for memory and caches. From then on the k is taken for which the most tokens are expected
-    in a second. If that is not GAIN times what plain steps give, these follow until they have taken SHARE times what
-    the trial has cost; twice as long after each further trial that fails, LATEST times at most.
+    in a second. If that is not GAIN times what plain steps give, these follow until they have taken REST times what
+    the trial has cost; twice as long after each further trial that fails, LONGEST_REST times at most.
 
     It measures the nanoseconds of a plain step, `plain`; of a proposal, `draft`; and of a chunk of n tokens of each
     sequence with its draws, `chunks` {n: nanoseconds}. It counts the proposals that were compared with a draw, `tried`,
@@ -158,14 +158,14 @@ class Pace:
             self.trial -= 1
             return
         self.n_drawn += n_drawn
-        self.ns, self.given = MEMORY * self.ns + ns_draft + ns_chunk, MEMORY * self.given + n_drawn
+        self.ns, self.given = DECAY * self.ns + ns_draft + ns_chunk, DECAY * self.given + n_drawn
         self.chunks.setdefault(n + 1, Recent()).add(ns_chunk)
         self.sizes.add(n + 1)
-        self.asked, self.offered = MEMORY * self.asked + 1, MEMORY * self.offered + (n > 0)
+        self.asked, self.offered = DECAY * self.asked + 1, DECAY * self.offered + (n > 0)
         if n:
             self.draft.add(ns_draft / n)
             accepted = n_drawn - 1
-            self.accepted, self.tried = MEMORY * self.accepted + accepted, MEMORY * self.tried + accepted
+            self.accepted, self.tried = DECAY * self.accepted + accepted, DECAY * self.tried + accepted
             self.tried += accepted < n and not ended  # the one behind them was not drawn
         self.trial = max(0, self.trial - 1)
         if not self.trial or (n + 1) * self.plain.usual() < ns_draft + ns_chunk:  # too slow whatever is accepted
@@ -182,7 +182,7 @@ class Pace:
             self.k, self.n_failed = int(k[best]), 0
             return
         cost = (TRIAL_ROUNDS - self.trial) * rounds[FIRST_PROPOSALS - 1] - self.n_drawn * plain
-        self.rest = SHARE * max(cost, plain) * min(2**self.n_failed, LATEST)
+        self.rest = REST * max(cost, plain) * min(2**self.n_failed, LONGEST_REST)
         self.k, self.n_failed = 0, self.n_failed + 1
 
     def chunk_times(self):

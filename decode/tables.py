@@ -160,13 +160,13 @@ class StepTables:
 
 
 class DrawTable:
-    """The table of kernel/sampling.py for the sequences of a batch. stop_soon: see `Batch`; one array for all calls."""
+    """The table of kernel/sampling.py for the sequences of a batch. return_soon: of `Batch`, one array for all."""
 
     def __init__(self, vocab_size):
         self.vocab_size, self.settings = vocab_size, []
         self.scratch = np.empty((n_cores(), sampling.N_SCRATCH, vocab_size))
 
-    def describe(self, sequences, done, stop_soon, until):
+    def describe(self, sequences, done, return_soon, until):
         """
         Write the table for these sequences, which draw from one row of logits each, and have drawn `done` tokens in
         this call. Returns its address.
@@ -176,7 +176,7 @@ class DrawTable:
             if s.settings.penalised and not done:
                 s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
         if settings != self.settings or any([s.penalised for s in settings]):  # the same objects have the same settings
-            starts = np.cumsum([0, *[len(s.stops) for s in settings]])
+            starts = np.cumsum([0, *[len(s.stop_ids) for s in settings]])
             changes = np.zeros((len(settings), sampling.N_CHANGES), np.int64)
             for row, s in zip(changes, settings):
                 if s.counts is not None:
@@ -191,12 +191,12 @@ class DrawTable:
                 sampling.SETTINGS: np.array([s.values for s in settings], np.float64),
                 sampling.SEEDS: np.array([s.seed for s in settings], np.uint64), sampling.CHANGES: changes,
                 sampling.STOP_STARTS: starts,
-                sampling.STOPS: np.array([token for s in settings for token in s.stops], np.int64),
+                sampling.STOPS: np.array([token for s in settings for token in s.stop_ids], np.int64),
                 sampling.NUMBERS: np.zeros(len(settings), np.int64), sampling.SCRATCH: self.scratch}
             self.table, self.settings = sampling.table_of(self.vocab_size, self.arrays), settings
         self.arrays[sampling.NUMBERS][:] = [s.n_drawn + done for s in sequences]
-        self.arrays[sampling.STOP_SOON] = stop_soon
-        self.table[sampling.STOP_SOON], self.table[sampling.UNTIL] = stop_soon.ctypes.data, until
+        self.arrays[sampling.RETURN_SOON] = return_soon
+        self.table[sampling.RETURN_SOON], self.table[sampling.UNTIL] = return_soon.ctypes.data, until
         for s in settings:
             s.n_counted = -1  # until the call has ended well: the compiled draw counts as it goes
         return self.table.ctypes.data

@@ -1,8 +1,8 @@
 """
 Generation: which tokens of which sequences each call of an executor computes.
 
-    sequence     one text that is being continued
-    scheduler    who is in the next step
+    sequence     tokens that are being continued
+    scheduler    who is in the next call
     engine       the loop: add, step; stream and generate
 """
 from engine.engine import Engine, default_pool, draft_of, pool_for

@@ -18,12 +18,12 @@ from decode.batch import Refused, now
 from decode.draw import DrawSettings
 from engine.scheduler import Scheduler
 from engine.sequence import MOST_AHEAD, Sequence
-from kvcache import BlockPool, bytes_of_slots, make_layers, pages_for
+from kvcache import PagePool, bytes_of_slots, make_layers, pages_for
 
 LONGEST_CALL = 0.04  # seconds, of several steps
 LONGEST_MASKED = 0.0005  # likewise, while a sequence waits for the mask of its next token
 PAGE_SIZE = 16
-N_PAGES, MEMORY = 1024, 2**30  # of a pool, by default; bytes of keys and values
+N_PAGES, POOL_BYTES = 1024, 2**30  # of a pool, by default; bytes of keys and values
 
 
 class Engine:
@@ -34,11 +34,11 @@ class Engine:
 
     The tokens and logits of a sequence are those that it has alone, with a compiled executor bit for bit, whoever else
     runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. After an exception inside
-    of a step other than `Refused`, after an interrupt, and when a sequence is added after weights have changed, all
+    of a call other than `Refused`, after an interrupt, and when a sequence is added after weights have changed, all
     keys and values are computed again.
 
-    longest_call: seconds that a call of several steps takes at most. stop_soon: another thread may set stop_soon[0] to
-    1; then the present call is over soon, and so is each later one until that thread, or the caller, sets it back to 0.
+    longest_call: seconds that a call of several steps takes at most. return_soon: another thread may set return_soon[0]
+    to 1; then the present call returns soon, and so does each later one until it is set back to 0.
     """
 
     def __init__(self, model, executor=None, pool=None, budget=2048, most_running=2**30, kv_bits=0):
@@ -53,20 +53,20 @@ class Engine:
             weakref.finalize(self, let_go, executor, executor.layers).atexit = False
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
-        self.longest_call, self.stop_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
+        self.longest_call, self.return_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
         self.parameters = [m._parameters for m in model.modules() if m._parameters]  # model.parameters() is slow
         self.weights, self.pid = weights_of(self.parameters), os.getpid()
         self.is_running = self.unfinished = False
-        self.over = []  # sequences that have ended without a step
-        self.n_steps = self.n_computed = 0  # steps made, and tokens whose keys and values they have computed
+        self.over = []  # sequences that have ended without a call
+        self.n_steps = self.n_computed = 0  # steps of the model, and tokens whose keys and values they have computed
 
-    def add(self, prompt, max_new_tokens, n=1, seed=0, stops=(), min_tokens=0, logit_bias=(), salt='',
+    def add(self, prompt, max_new_tokens, n=1, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), salt='',
             prompt_logits=False, logprobs=False, most_ahead=MOST_AHEAD, constraint=None, when_full=None, keep=None,
             n_keep=0, **values):
         """
         Begin n sequences that continue a prompt, a list of token ids. Returns them. Number i draws with seed + i.
 
-        stops, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, prompt_logits, logprobs,
+        stop_ids, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, prompt_logits, logprobs,
         most_ahead: see `Sequence`. constraint: None, or what says which tokens may come next, of which each sequence
         gets its own, see `Sequence`. when_full: what becomes of a context of block_size tokens that gets another one.
             'crop': the last block_size tokens, as in nanoGPT. Each token then costs a full pass.
@@ -87,12 +87,12 @@ class Engine:
             raise ValueError("prompt_logits=True needs a cache: make the engine with another pool than NoPool")
         self.notice_changes()
         sequences = [
-            Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stops, min_tokens, logit_bias, prompt, **values),
+            Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stop_ids, min_tokens, logit_bias, prompt, **values),
                      max_new_tokens, c.max_positions, n_kept, keep, salt, prompt_logits and i == 0, logprobs,
                      most_ahead)
             for i in range(n)]
         for s in sequences if constraint else ():
-            s.constraint = constraint.for_sample(s.settings.stops)
+            s.constraint = constraint.for_sample(s.settings.stop_ids)
             s.settings.allowed = s.constraint.allowed
         if max_new_tokens == 0 and not (prompt_logits and len(prompt) > 1):  # nothing of them is to be computed
             for s in sequences:
@@ -115,15 +115,16 @@ class Engine:
 
     def step(self):
         """
-        One call of the executor, which is one step of the model or several. Returns [(sequence, its
-        `decode.batch.Drawn`)]; a sequence that has ended says why, and has None if the call has given it nothing.
+        One call of the executor: a step of the model, in which each sequence gets a token or a chunk of its prompt is
+        computed, or several steps that follow each other. Returns [(sequence, its `decode.batch.SequenceOutput`)]; a
+        sequence that has ended says why, and has None if the call has given it nothing.
         """
         self.check_caller()
         self.is_running = True
         try:
             if self.weights is None:
                 self.notice_changes()
-            if self.unfinished:  # an exception has ended the step or the reset before, at any place
+            if self.unfinished:  # an exception has ended the call or the reset before, at any place
                 self.reset()
             self.unfinished = True
             self.constrain()
@@ -132,7 +133,7 @@ class Engine:
             else:
                 waits = any([s.constraint for s in self.scheduler.running])
                 longest = min(self.longest_call, LONGEST_MASKED) if waits else self.longest_call
-                batch = self.scheduler.next(now() + int(1e9 * longest), self.stop_soon)
+                batch = self.scheduler.next(now() + int(1e9 * longest), self.return_soon)
                 results = self.run(batch) if batch else []
             self.unfinished = False
             return results
@@ -142,11 +143,11 @@ class Engine:
     def run(self, batch):
         """What `step` returns of a batch."""
         try:
-            drawn = self.executor.execute_model(batch)
+            outputs = self.executor.execute_model(batch)
         except Exception as error:
             return self.recover(batch, error)
-        results, self.n_steps = [], self.n_steps + max(1, *[len(of_s.tokens) for of_s in drawn])
-        for s, count, of_s in zip(batch.sequences, batch.counts, drawn):
+        results, self.n_steps = [], self.n_steps + max(1, *[len(of_s.tokens) for of_s in outputs])
+        for s, count, of_s in zip(batch.sequences, batch.counts, outputs):
             of_s.first = s.n_computed
             s.extend(of_s.tokens)
             n = count + max(0, len(of_s.tokens) - 1)
@@ -182,11 +183,11 @@ class Engine:
 
     def recover(self, batch, error):
         """
-        A step has failed. Its sequences are tried again in halves, then one by one; one that fails alone ends with its
+        A call has failed. Its sequences are tried again in halves, then one by one; one that fails alone ends with its
         error. Returns what `step` returns of it.
         """
         suspects = batch.sequences
-        print(f"a step of {len(suspects)} sequences failed: {error!r}", file=sys.stderr)
+        print(f"a call of {len(suspects)} sequences failed: {error!r}", file=sys.stderr)
         if not isinstance(error, Refused):  # it may have written
             self.reset()
         for s in self.scheduler.running[:]:  # after a `Refused`: its copies may not have been made
@@ -234,7 +235,7 @@ class Engine:
 
     def check_caller(self):
         """
-        ValueError in the child of a fork, inside of a step, and if the executor has the slots of an engine made later.
+        ValueError in the child of a fork, inside of a call, and if the executor has the slots of an engine made later.
         """
         if self.executor.layers is not self.layers:
             raise ValueError("a later engine has taken the executor of this one, and an executor works for one engine: "
@@ -242,7 +243,7 @@ class Engine:
         if self.pid != os.getpid():
             raise ValueError("this engine was made before a fork, in another process: make an engine in this process")
         if self.is_running:
-            raise ValueError("a step of this engine runs, and one thread at a time may call it: wait until it returns, "
+            raise ValueError("a call of this engine runs, and one thread at a time may call it: wait until it returns, "
                              "or make another engine")
 
     def stream(self, prompts, max_new_tokens, n=1, seed=0, **settings):
@@ -328,10 +329,10 @@ def context_of(config, when_full, keep, n_keep, n_prompt):
 
 
 def default_pool(config, n_pages=None, page_size=PAGE_SIZE):
-    """A pool of n_pages pages, by default N_PAGES, or as many as a sequence can take, with MEMORY bytes at most."""
+    """A pool of n_pages pages, by default N_PAGES, or as many as a sequence can take, with POOL_BYTES bytes at most."""
     c = config
-    n_pages = n_pages or max(1, min(max(N_PAGES, pages_for(c, page_size)), MEMORY // bytes_of_slots(c, page_size)))
-    return BlockPool(n_pages, page_size, c.window, c.n_sink)
+    n_pages = n_pages or max(1, min(max(N_PAGES, pages_for(c, page_size)), POOL_BYTES // bytes_of_slots(c, page_size)))
+    return PagePool(n_pages, page_size, c.window, c.n_sink)
 
 
 def draft_of(model, name, pool):
@@ -351,5 +352,5 @@ def pool_for(config, n_sequences, n_tokens):
     c = config
     n_tokens = min(n_tokens, c.max_positions)
     if c.window:
-        return BlockPool(n_sequences * pages_for(c, PAGE_SIZE), PAGE_SIZE, c.window, c.n_sink)
-    return BlockPool(n_sequences, n_tokens)
+        return PagePool(n_sequences * pages_for(c, PAGE_SIZE), PAGE_SIZE, c.window, c.n_sink)
+    return PagePool(n_sequences, n_tokens)

@@ -1,5 +1,5 @@
 """
-Who is in the next step. There are no phases: a sequence has tokens, of which so many are computed, and each step lets
+Who is in the next call. There are no phases: a sequence has tokens, of which so many are computed, and each step lets
 computed catch up. After vLLM's scheduler. Pure Python.
 """
 from bisect import insort
@@ -27,14 +27,14 @@ class Scheduler:
     going: all sequences that have not ended, in order of age. running, waiting: of these, also by age; siblings are in
     neither before they begin. n_preempted; n_looked_up and n_found, the tokens of prompts that were looked for and
     found in remembered pages: how many so far.
-    trials: groups of the sequences of a step that has failed, which are tried apart: as long as there are any, a step
+    trials: groups of the sequences of a call that has failed, which are tried apart: as long as there are any, a call
     is of the first group alone.
     """
 
     def __init__(self, pool, budget, most_running):
         if budget < 1:
             raise ValueError(f"a step must be allowed to compute at least 1 token, not {budget}")
-        # without a cache all of a text is computed in one step
+        # without a cache all tokens of a sequence are computed in one step
         self.pool, self.budget = pool, budget if pool.page_size else 2**62
         self.most_running = min(most_running, pool.most_sequences)
         self.at_once = pool.window + 1 if pool.window else self.budget
@@ -85,13 +85,13 @@ class Scheduler:
         self.running, self.waiting, self.refused = [], deque(self.going), None
 
     def try_apart(self, groups):
-        """Sequences of a step that has failed are tried in these groups. Those of the first trial are among them."""
+        """Sequences of a call that has failed are tried in these groups. Those of the first trial are among them."""
         if self.trials:
             self.trials.popleft()
         self.trials.extendleft(reversed(groups))
 
-    def next(self, until, stop_soon):
-        """The next `Batch`, None if there is nothing to compute. until, stop_soon: see there."""
+    def next(self, until, return_soon):
+        """The next `Batch`, None if there is nothing to compute. until, return_soon: see there."""
         self.admit()
         self.fork_siblings()
         plan, spare = [], self.budget - len(self.running)
@@ -107,7 +107,7 @@ class Scheduler:
                 break
             spare -= n - 1
             plan.append((s, n))
-        return self.batch_of(plan, until, stop_soon) if plan else None
+        return self.batch_of(plan, until, return_soon) if plan else None
 
     @staticmethod
     def lacks(sequence):
@@ -119,19 +119,19 @@ class Scheduler:
         last_waits = s.siblings or len(s.tokens) == s.n_end
         return max(1, s.length - s.n_computed - bool(last_waits))
 
-    def batch_of(self, plan, until, stop_soon):
+    def batch_of(self, plan, until, return_soon):
         """The `Batch` of these sequences and so many new tokens of each: a list of pairs."""
         sequences, counts = map(list, zip(*plan))
         n_steps = [int(s.n_computed + n == s.length and len(s.tokens) < s.n_end and not s.siblings) for s, n in plan]
         prompt_logits = [s.prompt_logits and s.n_computed < s.n_prompt - 1 and not s.n_drawn for s in sequences]
-        # all that run are in the step, bring one token, and draw
+        # all that run are in the call, bring one token, and draw
         if len(plan) == len(self.running) == sum(counts) == sum(n_steps) and not any(prompt_logits):
             n_steps = self.steps_ahead(sequences)
         tokens = [token for s, n in plan for token in s.uncomputed(n)]
         positions = np.concatenate([np.arange(s.n_computed, s.n_computed + n) for s, n in plan]) if (
             len(tokens) > len(plan)) else np.array([s.n_computed for s in sequences])
         return Batch(sequences, counts, np.array(tokens, np.int64), positions, np.array(n_steps), prompt_logits,
-                     [s.logprobs for s in sequences], self.pool.take_copies(), until, stop_soon)
+                     [s.logprobs for s in sequences], self.pool.take_copies(), until, return_soon)
 
     def steps_ahead(self, sequences):
         """How many tokens each of these sequences may draw in the next call, and has slots for: a list."""

@@ -1,4 +1,4 @@
-"""A sequence: one text that is being continued. Its tokens are the only record of it."""
+"""A sequence: a list of tokens that is being continued. They are the only record of it."""
 
 MOST_AHEAD = 64  # tokens that a sequence draws in a call
 
@@ -10,8 +10,8 @@ class Sequence:
         'error'; error: the exception.
 
     n_computed: for so many positions of its context the pool has keys and values. What else the pool keeps of it: table
-        (or cells), runs, room, prefixes, salt; see `kvcache.blocks.BlockPool`. n_found: how many tokens of the prompt
-        the pool remembered when the sequence first ran, None before.
+        (or cells), runs, n_writable, prefixes, salt; see `kvcache.pages.PagePool`. n_found: how many tokens of the
+        prompt the pool remembered when the sequence first ran, None before.
 
     max_positions, n_keep, keep: a context of max_positions tokens that gets another one becomes the first n_keep tokens
         and the last `keep`. With keep = max_positions that is a window that moves by one token, as in nanoGPT.
@@ -19,13 +19,13 @@ class Sequence:
     prompt_logits: are the logits of all tokens of the prompt wanted? They are computed then, whatever is remembered.
     logprobs: are the logits wanted from which its tokens are drawn?
     siblings: sequences with the same prompt, which begin as forks of this one when all but its last token is computed.
-    rank: the order of arrival; the scheduler prefers the lowest. n_failed: how many steps of it have failed.
+    rank: the order of arrival; the scheduler prefers the lowest. n_failed: how many calls of it have failed.
     constraint: None, or what says which tokens may come next, see `serving.constraints.Constraint`. It follows the
         tokens that were drawn.
     owner: whom its text is for; others set it, and the engine does not look at it.
     """
     __slots__ = ('tokens', 'n_prompt', 'n_end', 'settings', 'ended', 'error', 'n_computed', 'table', 'cells', 'runs',
-                 'room', 'prefixes', 'n_found', 'max_positions', 'n_keep', 'keep', 'salt', 'prompt_logits',
+                 'n_writable', 'prefixes', 'n_found', 'max_positions', 'n_keep', 'keep', 'salt', 'prompt_logits',
                  'logprobs', 'siblings', 'rank', 'n_failed', 'owner', 'most_ahead', 'constraint')
 
     def __init__(self, prompt, settings, max_new_tokens, max_positions, n_keep=0, keep=None, salt='',
@@ -40,7 +40,7 @@ class Sequence:
 
     def forget(self):
         """Nothing of it is computed, and the pool does not know it."""
-        self.n_computed, self.table, self.cells, self.runs, self.room, self.prefixes = 0, [], None, None, 0, []
+        self.n_computed, self.table, self.cells, self.runs, self.n_writable, self.prefixes = 0, [], None, None, 0, []
 
     def __lt__(self, other):
         return self.rank < other.rank
@@ -52,7 +52,7 @@ class Sequence:
 
     @property
     def whole(self):
-        """Is its context all of its text, so that token number p is at position p?"""
+        """Is its context all of its tokens, so that token number p is at position p?"""
         return len(self.tokens) <= self.max_positions
 
     @property
@@ -87,7 +87,7 @@ class Sequence:
     def extend(self, new):
         """Add tokens that were drawn. The last one may end it."""
         self.tokens += new
-        if new and new[-1] in self.settings.stops:
+        if new and new[-1] in self.settings.stop_ids:
             self.ended = 'stop'
         elif new and len(self.tokens) >= self.n_end:
             self.ended = 'length'

@@ -1,13 +1,13 @@
 """
 Pools: in which slots the positions of sequences lie. And the storage of these slots.
 
-    blocks       pages of slots, shared between sequences that begin alike (vLLM)
+    pages        pages of slots, shared between sequences that begin alike (vLLM)
     none         nothing is kept: generation without a cache
     storage      rows of numbers: floats, int8
     llamacpp/    llama.cpp's cells and streams as a pool, and its caches to be read and compared
     openppl      OpenPPL's cache as one function
 
-A pool is what the engine's scheduler asks for slots; one thread owns it. See `blocks.BlockPool`.
+A pool is what the engine's scheduler asks for slots; one thread owns it. See `pages.PagePool`.
 
     begin(sequence, tokens, salt)   begin with what is remembered of these tokens; returns of how many
     extend(sequence, n)             slots for the next n positions behind those that are stored; returns whether there
@@ -17,15 +17,15 @@ A pool is what the engine's scheduler asks for slots; one thread owns it. See `b
     cut(sequence, n)                keep the first n positions; returns how many are kept
     free(sequence)                  keep none
     reset()                         forget all sequences and all that is remembered
-    take_copies()                   copies of slots that the next step makes first
+    take_copies()                   copies of slots that the next call makes first
     will_grow(sequence)             will it need more room before it ends?
     n_pages, page_size, n_slots     pages (of cells: those of one stream); slots of each, 0 where nothing is kept; slots
                                     in all
     n_free                          pages that no sequence has
     most_sequences, window          the most that run at a time; of the model
 """
-from kvcache.blocks import BlockPool, pages_for
 from kvcache.none import NoPool
+from kvcache.pages import PagePool, pages_for
 from kvcache.storage import bytes_of_slots, make_layers
 
-__all__ = ['BlockPool', 'NoPool', 'bytes_of_slots', 'make_layers', 'pages_for']
+__all__ = ['PagePool', 'NoPool', 'bytes_of_slots', 'make_layers', 'pages_for']

@@ -1,9 +1,9 @@
-"""The pool of generation without a cache: it keeps nothing, so each step computes whole texts."""
+"""The pool of generation without a cache: it keeps nothing, so each step computes whole sequences."""
 
 
 class NoPool:
     """
-    It has the operations of `blocks.BlockPool` but `fork`, and always room. n_computed of a sequence stays 0.
+    It has the operations of `pages.PagePool` but `fork`, and always room. n_computed of a sequence stays 0.
     most_sequences: of a step.
     """
     page_size, window, n_free, most_sequences = 0, 0, 2**62, 2**20

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8}
-KV_GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer in narrow heads
+KV_GROUP = 32  # numbers that share a scale in `SlotArray`, as in llama.cpp's Q8_0; fewer in narrow heads
 SMALLEST_SCALE = 1e-5
 ALWAYS_FREE = 2**27  # bytes; whether there are so many is not asked, which would take 0.05 ms
 CONTROL_GROUP = Path('/sys/fs/cgroup')  # of a container, on Linux
@@ -82,7 +82,7 @@ def zeros(shape, dtype, device):
     return torch.from_numpy(raw[start:start + n]).view(dtype).view(shape)
 
 
-class Rows:
+class SlotArray:
     """
     n_slots slots of n_head vectors of head_dim numbers.
 
@@ -148,17 +148,17 @@ class Rows:
 
 class Layer:
     """
-    The stored keys and values of one layer of a model: `Rows` k and v of n_slots slots.
+    The stored keys and values of one layer of a model: `SlotArray` k and v of n_slots slots.
 
-    type_k, type_v: how they are stored, see `Rows`. v_trans: values transposed. scratch: a `Scratch`; layers that are
-    read one after the other can share one.
+    type_k, type_v: how they are stored, see `SlotArray`. v_trans: values transposed. scratch: a `Scratch`; layers that
+    are read one after the other can share one.
     """
 
     def __init__(self, n_slots, n_head, head_dim, type_k='float32', type_v='float32', device='cpu', v_trans=False,
                  scratch=None):
         self.n_slots, self.n_head, self.head_dim, self.scratch = n_slots, n_head, head_dim, scratch or Scratch()
-        self.k = Rows(n_slots, n_head, head_dim, type_k, device)
-        self.v = Rows(n_slots, n_head, head_dim, type_v, device, transposed=v_trans)
+        self.k = SlotArray(n_slots, n_head, head_dim, type_k, device)
+        self.v = SlotArray(n_slots, n_head, head_dim, type_v, device, transposed=v_trans)
 
     @property
     def device(self):

@@ -1,9 +1,9 @@
 """
 Many requests, one engine (see engine/). The tokens of a request do not depend on which others are served.
 
-    request        what was asked, and what one step adds to it
+    request        what was asked, and what one call adds to it
     engine_thread  a thread around the engine, with an inbox
-    stats          counters, and the pool's state for the page
+    stats          counters, and the pool's state for the web page
     loading        model, executor and tokenizer of a checkpoint
     grammars       what form a text has, as a grammar
     constraints    which tokens may come next in a text of a form
@@ -13,7 +13,7 @@ Many requests, one engine (see engine/). The tokens of a request do not depend o
     answer         the answer to a body: outputs from the engine's thread become what the client reads
     responses      the bodies and answers of the responses API, which are those of a chat in another form
     connection     a client's connection, and what it may cost
-    server         the Starlette app, with the page: page.html, page.css, page.js, and what they load of vendor/
+    server         the Starlette app, with the web page: page.html, page.css, page.js, and what they load of vendor/
     openapi        what is answered at an address, and the description of all for programs
     ray_app        several servers behind Ray Serve
 """

@@ -295,7 +295,7 @@ class Mailbox:
         self.bell, self.listening, self.outputs, self.news = bell, listening, deque(), asyncio.Event()
 
     def put(self, number, outputs):
-        """Take the outputs of one step or several for the request of this number. Called in the engine's thread."""
+        """Take the outputs of one call or several for the request of this number. Called in the engine's thread."""
         self.outputs.append((number, outputs))
         if self.listening or any(output.finish_reason for output in outputs):
             self.listening = False
@@ -340,14 +340,14 @@ class Answer:
             gone.cancel()
             self.service.end(self.completion, self.mailbox)
 
-    async def receive(self):
+    async def add_outputs(self):
         for number, outputs in await self.mailbox.take():
             self.completion.add(number, outputs)
 
     async def whole(self, scope, receive, send):
         """Send the answer as one object when all of it is there."""
         while not self.completion.done:
-            await self.receive()
+            await self.add_outputs()
         headers = {'x-request-id': self.completion.id}
         await (await self.written(lambda: JSON(self.completion.object(), headers=headers)))(scope, receive, send)
 
@@ -355,7 +355,7 @@ class Answer:
         """What a function returns that writes JSON, which is called in another thread where it takes long."""
         if not self.completion.is_large:
             return write()
-        return await asyncio.get_running_loop().run_in_executor(self.service.pools['answer'], write)
+        return await asyncio.get_running_loop().run_in_executor(self.service.threads_for['answer'], write)
 
     async def stream(self, scope, receive, send):
         """Send the answer as it comes. `send` waits while the client reads slowly, and outputs gather meanwhile."""
@@ -366,7 +366,7 @@ class Answer:
         sent = loop.time()
         while True:
             timer = loop.call_later(max(0, sent + SILENCE - loop.time()), self.mailbox.news.set)
-            await self.receive()
+            await self.add_outputs()
             timer.cancel()
             chunks, done = await self.written(self.completion.chunks), self.completion.done
             if not chunks and loop.time() - sent >= SILENCE:

@@ -1,5 +1,5 @@
 """
-The thread that owns the engine: it takes requests from an inbox, makes one step after the other, and hands out tokens.
+The thread that owns the engine: it takes requests from an inbox, makes one call after the other, and hands out tokens.
 
     thread = EngineThread(engine, token_bytes)
     thread.start()
@@ -20,7 +20,7 @@ from tokenizer import TextStream, WholeTexts
 LOOKED_AT = 2.0          # seconds after a call of `state` in which it is kept up to date
 BETWEEN_SNAPSHOTS = 0.1  # seconds, at least
 IDLE = 1.0               # seconds that the thread waits for a request at a time
-AHEAD = 8                # tokens drawn in a call where a stop string may come: those behind it are given up
+AHEAD_OF_STOPS = 8       # tokens drawn in a call where a stop string may come: those behind it are given up
 
 
 class QueueFull(Exception):
@@ -52,7 +52,7 @@ class EngineThread:
     """
     engine: an `engine.Engine`. token_bytes: the bytes of each token id, a list or a function. end_tokens: those that
     end a text. special_ids: those that are not part of a text, unless a request asks. max_queue: the most samples whose
-    requests wait for their first step.
+    requests wait for their first call.
 
     stats: see `stats.Stats`. dead: has the thread ended without `stop`? Any thread may call `start`, `submit`, `abort`,
     `drain`, `stop` and `state`.
@@ -103,7 +103,7 @@ class EngineThread:
             self.ask_for([(self.begin, live)])
 
     def abort(self, request_id):
-        """End a request, if it has not ended: its slots are free by the next step."""
+        """End a request, if it has not ended: its slots are free by the next call."""
         with self.condition:
             if request_id in self.live:  # a later request may have this id again
                 self.ask_for([(self.end, self.live[request_id], 'abort')])
@@ -121,7 +121,7 @@ class EngineThread:
         return finished
 
     def stop(self):
-        """End the thread after the present step, and abort what has not ended."""
+        """End the thread after the present call, and abort what has not ended."""
         with self.condition:
             self.draining = self.stopping = True
             self.ask_for([])
@@ -129,15 +129,15 @@ class EngineThread:
             self.thread.join()
 
     def ask_for(self, operations):
-        """Have the thread call functions before its next step: (function, `Live`, more arguments). The lock is held."""
+        """Have the thread call functions before its next call: (function, `Live`, more arguments). The lock is held."""
         self.inbox.extend(operations)
-        self.engine.stop_soon[0] = 1
+        self.engine.return_soon[0] = 1
         self.condition.notify_all()
 
     def state(self):
         """
         The pool and the queue, a dict, see `stats.Snapshots`: as they are if the engine is idle, otherwise as they
-        were after a recent step. While it is looked at it is kept up to date; the first call may find an old one.
+        were after a recent call. While it is looked at it is kept up to date; the first call may find an old one.
         """
         self.looked_at = time.monotonic()
         with self.condition:
@@ -172,8 +172,8 @@ class EngineThread:
             self.idle = False
 
     def run_once(self):
-        """Receive what has come, make a step, and hand out what it gives. Returns whether there was anything to do."""
-        self.receive()
+        """Do what was asked for, make a call, and hand out what it gives. Returns whether there was anything to do."""
+        self.empty_inbox()
         if self.engine.is_idle:
             return False
         self.engine.longest_call = chunk_interval(len(self.live))
@@ -182,9 +182,9 @@ class EngineThread:
             self.snapshot = self.snapshots.take()
         return True
 
-    def receive(self):
-        """Do what other threads have asked for since the last step, in that order."""
-        self.engine.stop_soon[0] = self.stopping  # before the inbox is read: what comes later sets it again
+    def empty_inbox(self):
+        """Do what other threads have asked for since the last call, in that order."""
+        self.engine.return_soon[0] = self.stopping  # before the inbox is read: what comes later sets it again
         while self.inbox:
             operation, live, *more = self.inbox.popleft()
             if self.live.get(live.request.id) is live:  # it has not ended
@@ -202,8 +202,8 @@ class EngineThread:
         streams = [TextStream(texts, r.stop, r.min_tokens, r.include_stop, r.strip) for _ in range(r.n)]
         live.sequences = self.engine.add(
             r.prompt, r.max_tokens, r.n, r.seed, stop_ids, salt=r.cache_salt, prompt_logits=r.prompt_logprobs,
-            logprobs=r.logprobs is not None, most_ahead=AHEAD if r.stop else MOST_AHEAD, constraint=r.constraint,
-            **r.draw)
+            logprobs=r.logprobs is not None, most_ahead=AHEAD_OF_STOPS if r.stop else MOST_AHEAD,
+            constraint=r.constraint, **r.draw)
         for i, (s, stream) in enumerate(zip(live.sequences, streams)):
             s.owner = Sample(live, i, stream)
         self.stats.requests += 1
@@ -211,18 +211,18 @@ class EngineThread:
 
     def hand_out(self, results):
         """
-        Deliver what a step has given, each request's together. A delivery costs as much as some steps, and with drafts
-        a step gives few tokens: then outputs wait until half of the longest call has passed since the last delivery.
+        Deliver what a call has given, each request's together. A delivery costs as much as some steps, and with drafts
+        a call gives few tokens: then outputs wait until half of the longest call has passed since the last delivery.
         """
         now, interval = time.monotonic(), self.engine.longest_call / 2 if self.is_drafted else 0.0
-        for s, drawn in results:
+        for s, given in results:
             live = s.owner.live
             if s.owner.index not in live.going:  # it has ended with another one of its request
                 continue
             try:
                 if s.error:
                     raise s.error
-                output = self.output_of(s, drawn, now)
+                output = self.output_of(s, given, now)
             except Exception as e:
                 if live.outputs:  # of samples that may have ended
                     self.deliver(live)
@@ -238,20 +238,20 @@ class EngineThread:
             if not live.outputs:
                 del self.undelivered[live]
 
-    def output_of(self, s, drawn, now):
-        """The `Output` of a sequence for what a step has given it, or None if that is nothing."""
+    def output_of(self, s, given, now):
+        """The `Output` of a sequence for what a call has given it, or None if that is nothing."""
         sample, r, new, text, reason, logprobs = s.owner, s.owner.live.request, [], '', s.ended, None
         stream = sample.stream
-        if drawn:
-            new, logits = drawn.tokens, drawn.logits
-            if s.prompt_logits and drawn.first < s.n_prompt - 1 and logits is not None and s.n_drawn == len(new):
-                self.note_prompt(s, drawn.first, logits)
+        if given:
+            new, logits = given.tokens, given.logits
+            if s.prompt_logits and given.first < s.n_prompt - 1 and logits is not None and s.n_drawn == len(new):
+                self.note_prompt(s, given.first, logits)
             if new and r.logprobs is not None:
                 logprobs = logprobs_of(logits[len(logits) - len(new):], new, r.logprobs)
         if new:
             sample.first_time = sample.first_time or now
-            stops = s.ended == 'stop' and not r.include_stop  # the last token is one that ends it
-            text = stream.push(*(new[:-1] if stops else new))
+            is_last = s.ended == 'stop' and not r.include_stop  # the last token is one that ends it
+            text = stream.push(*(new[:-1] if is_last else new))
             if stream.stopped:
                 n = stream.n_pushed - (s.n_drawn - len(new))
                 del new[n:], (logprobs or [])[n:]

@@ -63,7 +63,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     executor = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
     print(f"decoder: {executor.name}", file=sys.stderr)
     if on_cuda:
-        n_blocks, budget = blocks_on_cuda(model, executor, kv_memory, n_blocks, page_size), budget or BUDGET
+        n_blocks, budget = pages_on_cuda(model, executor, kv_memory, n_blocks, page_size), budget or BUDGET
     budget = budget or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
     engine = Engine(model, executor, default_pool(model.config, n_blocks, page_size), budget)
     if hasattr(executor, 'prepare'):
@@ -93,8 +93,8 @@ def copy_weights(model):
     return model
 
 
-def blocks_on_cuda(model, executor, kv_memory, n_blocks, page_size):
-    """How many blocks a pool on CUDA has, which takes this share of the free memory; stderr says how much."""
+def pages_on_cuda(model, executor, kv_memory, n_blocks, page_size):
+    """How many pages a pool on CUDA has, which takes this share of the free memory; stderr says how much."""
     n_bytes = bytes_of_slots(model.config, page_size, executor.type_kv)
     free, _ = torch.cuda.mem_get_info(model.lm_head.weight.device)
     n_blocks = n_blocks or max(1, int(kv_memory * free) // n_bytes)

@@ -4,7 +4,7 @@ The same server as a Ray Serve deployment, with replicas on one machine or many 
     serve run serving.ray_app:app num_replicas=2 out_dir=$PWD/out-shakespeare-char
 
 The arguments are those of `loading.load_engine` and `Service`. A seed decides the whole answer, so all replicas give
-the same one. /metrics, /cache and the page show the replica that they happen to reach.
+the same one. /metrics, /cache and the web page show the replica that they happen to reach.
 """
 import ast
 import os

@@ -22,7 +22,7 @@ class Request:
     prompt also; it is computed from its first token on then.
     constraint: None, or the form of the texts, a `constraints.Constraint`.
     cache_salt: only requests with the same one share what is remembered.
-    deliver: called in the engine's thread with a list of `Output`s, at most once a step; it must return at once.
+    deliver: called in the engine's thread with a list of `Output`s, at most once a call; it must return at once.
 
     ValueError on values that make no sense.
     """
@@ -82,7 +82,7 @@ class Logprobs(NamedTuple):
 
 class Output(NamedTuple):
     """
-    The new tokens and the new text of one sample, after one step or several.
+    The new tokens and the new text of one sample, after one call or several.
 
     index: the number of the sample in its request. token_ids: the new tokens; of a sample that ended at a stop token,
     that one too. text: what may be sent now. logprobs: a `Logprobs` for each new token, or None if not asked for.

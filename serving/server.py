@@ -43,7 +43,7 @@ from serving.served import requests_of
 FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
 MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized, and a form compiled, in a thread of its own
-THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
+THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # for work of each kind
 PATIENCE, MOST_WAITING = 10, 512  # seconds that a request may wait for a thread; how many may, for each kind
 THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
@@ -78,8 +78,8 @@ class Service:
         self.hosts = re.compile(rf'([\d.]+|\[[\da-f:.]+\]|{"|".join(names)})\.?(:\d*)?', re.IGNORECASE)
         self.thread = self.served = self.bell = self.error = None
         self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
-        self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
-        self.waiting = Counter()  # {kind: requests in its pool}
+        self.threads_for = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
+        self.waiting = Counter()  # {kind: requests that wait for a thread}
 
     def start_loading(self, loaded):
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
@@ -146,7 +146,7 @@ class Service:
         finally:
             self.preparing.discard(task)
 
-    async def in_pool(self, kind, function):
+    async def in_thread(self, kind, function):
         """
         What a function returns, called in a thread of this kind. APIError 429 if MOST_WAITING wait for one, or if none
         was free for PATIENCE.
@@ -162,7 +162,7 @@ class Service:
             raise late
         self.waiting[kind] += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
+            return await asyncio.get_running_loop().run_in_executor(self.threads_for[kind], in_time)
         finally:
             self.waiting[kind] -= 1
 
@@ -229,8 +229,8 @@ def make_app(service, loaded=lambda: None):
         service.bell = Bell(asyncio.get_running_loop())
         service.start_loading(loaded)
         yield
-        for pool in service.pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
+        for threads in service.threads_for.values():
+            threads.shutdown(wait=False, cancel_futures=True)
         if service.thread is not None:
             await asyncio.to_thread(service.thread.stop)
 
@@ -287,14 +287,14 @@ async def responses(service, body):
         raise renamed(e) from None
 
 
-async def generate(service, body, prefix, n_prompts, kind, pool):
-    """The `Answer` to a body, of this kind, whose requests are submitted. pool: make these in it, see `in_pool`."""
+async def generate(service, body, prefix, n_prompts, kind, work=None):
+    """The `Answer` to a body, of this kind, whose requests are submitted. work: a thread of this kind makes these."""
     id, mailbox = f'{prefix}{secrets.token_hex(12)}', Mailbox(service.bell, listening=body.stream)
     delivers = [partial(mailbox.put, number) for number in range(n_prompts)]
 
     def make():
         return kind(id, body, service.served, requests_of(body, service.served, id, delivers))
-    completion = await service.in_pool(pool, make) if pool else make()
+    completion = await service.in_thread(work, make) if work else make()
     service.submit(completion.requests, mailbox)
     return Answer(service, completion, mailbox)
 
@@ -320,7 +320,7 @@ async def version(service, request):
 async def tokenizer_info(service, request):
     """The tokenizer_config.json of the tokenizer"""
     service.check_loaded()
-    _, config = await service.in_pool('tokens', partial(huggingface_tokenizer, service.served.tokenizer))
+    _, config = await service.in_thread('tokens', partial(huggingface_tokenizer, service.served.tokenizer))
     return Response(json.dumps(config), media_type='application/json')  # its numbers may be too large for orjson
 
 
@@ -349,7 +349,7 @@ async def tokenize(service, body):
             tokens = served.encode(body.prompt, body.add_special_tokens is not False)
         names = [name_of_token(served.token_bytes[token]) for token in tokens] if body.return_token_strs else None
         return JSON({'tokens': tokens, 'count': len(tokens), 'max_model_len': served.max_tokens, 'token_strs': names})
-    return await service.in_pool('tokens' if body.messages is None else 'template', answer)
+    return await service.in_thread('tokens' if body.messages is None else 'template', answer)
 
 
 async def detokenize(service, body):
@@ -358,11 +358,11 @@ async def detokenize(service, body):
         check_ids('tokens', body.tokens, len(service.served.token_bytes))
     except ValueError as e:
         raise invalid('tokens', str(e)) from None
-    return JSON({'prompt': await service.in_pool('tokens', partial(service.served.tokenizer.decode, body.tokens))})
+    return JSON({'prompt': await service.in_thread('tokens', partial(service.served.tokenizer.decode, body.tokens))})
 
 
 async def cache(service, request):
-    """The pool of blocks and the requests, as the page shows them"""
+    """The pool of blocks and the requests, as the web page shows them"""
     service.check_loaded()
     state, local = service.thread.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
     proxied = any(name.startswith(('forwarded', 'via', 'x-real-ip', 'x-forwarded')) for name in request.headers)
@@ -379,7 +379,7 @@ async def description(service, request):
 
 
 async def page(service, request):
-    """The page, and the files that it loads"""
+    """The web page, and the files that it loads"""
     path = request.scope['path']
     age = 'public, max-age=31536000, immutable' if path in VENDORED else 'no-cache'
     return FileResponse(FOLDER + ('/page.html' if path == '/' else path), media_type=PAGE[path],

@@ -1,4 +1,4 @@
-"""What the engine shows of itself: counters and times, their text for Prometheus, and the pool's state for the page."""
+"""What the engine shows of itself: counters and times, their text for Prometheus, and the pool for the web page."""
 import time
 from collections import Counter
 
@@ -94,11 +94,11 @@ class Snapshots:
         return {'id': s.owner.live.request.id, 'index': s.owner.index, 'n_prompt': s.n_prompt,
                 'n_tokens': len(s.tokens), 'computed': s.n_computed}
 
-    def text(self, block, prefix):
-        of, text = self.text_of.get(block, (None, ''))
+    def text(self, page, prefix):
+        of, text = self.text_of.get(page, (None, ''))
         if of is not prefix:
             text = self.decoded(prefix.tokens)
-            self.text_of[block] = prefix, text
+            self.text_of[page] = prefix, text
         return text
 
     def decoded(self, tokens):

@@ -9,13 +9,13 @@ from tiny_models import VOCAB
 from decode.cpu import CPUExecutor
 from decode.speculative import Drafting, Pace
 from engine import draft_of
-from kvcache import BlockPool
+from kvcache import PagePool
 
 
 def model_draft(model, n_pages=64, page_size=4):
     """The `ModelDraft` of a model, with a pool of so many pages."""
     c = model.config
-    pool = BlockPool(n_pages, page_size, c.window, c.n_sink)
+    pool = PagePool(n_pages, page_size, c.window, c.n_sink)
     return draft_of(model, 'another model', pool)
 
 

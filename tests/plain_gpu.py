@@ -110,7 +110,7 @@ def draw(logits, inputs):
         inputs.numbers[row] += 1
         inputs.marks[sequence, token] += 1
         inputs.positions[row] += 1
-        inputs.left[row] = 0 if token in settings.stops else left - 1
+        inputs.left[row] = 0 if token in settings.stop_ids else left - 1
         if not inputs.left[row]:
             inputs.sequences[row] = -1
 

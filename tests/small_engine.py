@@ -79,7 +79,7 @@ def alone(model, request, stop_ids=()):
         settings = DrawSettings(model.config.vocab_size, request.seed + i, {*stop_ids, *request.stop_token_ids},
                                 prompt=request.prompt, **request.draw)
         tokens, scores = [], []
-        while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in settings.stops):
+        while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in settings.stop_ids):
             with torch.inference_mode():
                 logits = model(torch.tensor([request.prompt + tokens]), use_cache=False)[0][0].float()
             settings.count(tokens)
@@ -145,7 +145,7 @@ class Stepping(EngineThread):
 
     def run_once(self):
         with self.steps:
-            self.receive()
+            self.empty_inbox()
             if not (self.engine.is_idle or self.engine.over):
                 self.steps.wait_for(lambda: self.n_allowed > 0 or self.inbox or self.stopping, .05)
                 if self.n_allowed <= 0:

@@ -8,7 +8,7 @@ import torch
 from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import Streams, context_shift
 from kvcache.llamacpp.hybrid import HybridCache
-from kvcache.storage import Rows
+from kvcache.storage import SlotArray
 from model import GPTConfig
 from positions import Positions
 
@@ -174,7 +174,8 @@ def test_64_shifts_do_not_drift(type_k):
         shift = 5 if i % 2 == 0 else 0
         after = (attended_keys(c, 0, 8 + shift) - rotated(raw, torch.arange(8) + shift)[:, 0]).abs().max()
     assert after <= before * 1.1 + 1e-5
-    written, slots = Rows(8, 1, 32, type_k), torch.arange(8)  # for comparison: read, rotate and write at each shift
+    # for comparison: read, rotate and write at each shift
+    written, slots = SlotArray(8, 1, 32, type_k), torch.arange(8)
     written.write(slots, exact[None])
     for i in range(64):
         keys = rotated(written.read(slots[None])[0].transpose(0, 1), torch.full((8,), 5 if i % 2 == 0 else -5))

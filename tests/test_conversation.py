@@ -22,7 +22,7 @@ from decode.draw import DrawSettings, changed, draw
 from decode.eager import EagerExecutor
 from engine import Engine
 from formats.huggingface import to_huggingface
-from kvcache import BlockPool
+from kvcache import PagePool
 from tokenizer import JSONTokenizer
 
 SAID = ['Héllo', 'tabs \\ and "quotes"', '', 'wörld ' * 12, '日本 🙂']
@@ -31,7 +31,7 @@ PAGE = 4
 
 def engine_of(model, executor=EagerExecutor):
     c = model.config
-    return Engine(model, executor(model), BlockPool(256, PAGE, c.window, c.n_sink), budget=50, most_running=1)
+    return Engine(model, executor(model), PagePool(256, PAGE, c.window, c.n_sink), budget=50, most_running=1)
 
 
 def conversation(executor=EagerExecutor, window=0):

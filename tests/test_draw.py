@@ -38,7 +38,7 @@ def changed(row, sample):
     for token, bias in dict(how.get('logit_bias', ())).items():
         row[token] += bias
     if len(sample.drawn) < how.get('min_tokens', 0):
-        for token in how['stops']:
+        for token in how['stop_ids']:
             row[token] = -math.inf
     is_penalised = any(how[name] != value for name, value in PENALTIES.items())
     for token in {*sample.prompt, *sample.drawn} if is_penalised else ():
@@ -127,7 +127,7 @@ def any_sample(chooser, vocab_size, seed):
     if chooser.random() < 0.3:
         how['logit_bias'] = {chooser.randrange(vocab_size): chooser.choice([-100, -1.5, 0.7, 5]) for _ in range(3)}
     if chooser.random() < 0.3 and vocab_size > 5:
-        how |= dict(stops=chooser.sample(range(vocab_size), 3), min_tokens=chooser.choice([2, 9]))
+        how |= dict(stop_ids=chooser.sample(range(vocab_size), 3), min_tokens=chooser.choice([2, 9]))
     if chooser.random() < 0.4:
         n = min(vocab_size, chooser.choice([1, 3, 40, vocab_size - 1]))
         how['allowed'] = {*chooser.sample(range(vocab_size), n)}
@@ -243,7 +243,7 @@ def test_bias_min_tokens_and_penalties_by_hand():
     row, before = np.array([[2.0, -1.0, 0.5, 1.0, 3.0]], np.float32), [2.0, -1.0, 0.5, 1.0, 3.0]
     for how, prompt, drawn, token in (
             (dict(), [1], [], 4), (dict(logit_bias={1: 4.5}), [1], [], 1), (dict(logit_bias={4: -100}), [1], [], 0),
-            (dict(stops=[4, 0], min_tokens=2), [1], [3], 3), (dict(stops=[4], min_tokens=2), [1], [3, 3], 4),
+            (dict(stop_ids=[4, 0], min_tokens=2), [1], [3], 3), (dict(stop_ids=[4], min_tokens=2), [1], [3, 3], 4),
             (dict(presence_penalty=1.5), [4], [], 4), (dict(presence_penalty=1.5), [1], [4, 4], 0),
             (dict(frequency_penalty=0.6), [1], [4], 4), (dict(frequency_penalty=0.6), [1], [4, 4], 0),
             (dict(repetition_penalty=2.0), [4], [], 0), (dict(repetition_penalty=2.0), [4, 0], [4], 4),

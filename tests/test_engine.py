@@ -24,7 +24,7 @@ from decode.draw import DrawSettings, draw
 from decode.eager import EagerExecutor, UncachedExecutor
 from engine import Engine, default_pool, pool_for
 from engine.engine import weights_of
-from kvcache import BlockPool, NoPool, pages_for
+from kvcache import NoPool, PagePool, pages_for
 from kvcache.llamacpp.pool import CellPool
 
 KINDS = [dict(), dict(position='rope', n_kv_head=1, norm='rms', mlp='swiglu'), dict(position='alibi'),
@@ -34,22 +34,22 @@ KINDS = [dict(), dict(position='rope', n_kv_head=1, norm='rms', mlp='swiglu'), d
 def pools_of(config, n_sequences=3, n_tokens=40):
     """{name: a pool} of each kind."""
     c = config
-    return {'pages of 4': BlockPool(60, 4, c.window, c.n_sink), 'one page each': pool_for(c, n_sequences, n_tokens),
-            'few pages': BlockPool(pages_for(c, 3) + 1, 3, c.window, c.n_sink),
+    return {'pages of 4': PagePool(60, 4, c.window, c.n_sink), 'one page each': pool_for(c, n_sequences, n_tokens),
+            'few pages': PagePool(pages_for(c, 3) + 1, 3, c.window, c.n_sink),
             'streams': CellPool(c, n_sequences, n_tokens, unified=False), 'unified': CellPool(c, n_sequences, n_tokens)}
 
 
-def uncached(model, prompt, n, seed=0, stops=(), min_tokens=0, logit_bias=(), constraint=None, **how):
+def uncached(model, prompt, n, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), constraint=None, **how):
     """The tokens that the model alone draws behind a prompt: full passes, and the draw's definition."""
-    settings = DrawSettings(model.config.vocab_size, seed, stops, min_tokens, logit_bias, prompt, **how)
+    settings = DrawSettings(model.config.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **how)
     text, c = list(prompt), model.config
-    while len(text) < len(prompt) + n and not (len(text) > len(prompt) and text[-1] in settings.stops):
+    while len(text) < len(prompt) + n and not (len(text) > len(prompt) and text[-1] in settings.stop_ids):
         seen = text if c.max_positions > c.block_size else text[-c.block_size:]
         with torch.inference_mode():
             logits = model(torch.tensor([seen]), use_cache=False)[0][0]
         settings.count(text[len(prompt):])
         if constraint:
-            allowed = may_follow(text[len(prompt):], model.config.vocab_size, constraint.most, settings.stops)
+            allowed = may_follow(text[len(prompt):], model.config.vocab_size, constraint.most, settings.stop_ids)
             settings.allowed = bitmap(allowed, model.config.vocab_size)
             if not allowed:
                 break
@@ -85,7 +85,7 @@ def test_sequences_side_by_side_whose_lengths_differ(capsys):
     model = f32(0, block_size=40, position='rope')
     prompts = [list(range(20)), list(range(9))]
     expected = [Engine(model).generate([prompt], 6, temperature=0)[0] for prompt in prompts]
-    for pool in (BlockPool(3, 16), CellPool(model.config, 2, 20)):
+    for pool in (PagePool(3, 16), CellPool(model.config, 2, 20)):
         assert Engine(model, pool=pool).generate(prompts, 6, temperature=0) == expected
     assert not capsys.readouterr().err, "no step has failed"
 
@@ -99,7 +99,7 @@ def test_what_runs_beside_a_text_changes_no_bit_of_its_logits():
         executor = CPUExecutor(model, chooser.choice(['float32', 'int8']), 1)
         alone = Engine(model, CPUExecutor(model, executor.weights, 1), default_pool(model.config))
         page_size = chooser.choice([1, 4, 8])
-        pool = BlockPool(chooser.randint(40, 60) // page_size + 4, page_size, model.config.window, model.config.n_sink)
+        pool = PagePool(chooser.randint(40, 60) // page_size + 4, page_size, model.config.window, model.config.n_sink)
         engine, shared = Engine(model, executor, pool, chooser.choice([3, 16, 100])), [1, 2, 3, 4, 5, 6, 7, 8, 9]
         jobs = [(shared[:chooser.choice([0, 8, 9])] + [chooser.randrange(29) for _ in range(chooser.randint(1, 5))],
                  chooser.randint(1, 25), chooser.choice(HOWS)) for _ in range(12)]
@@ -190,7 +190,7 @@ def test_a_step_that_fails_ends_only_the_sequence_that_fails_alone(error, capsys
         assert sum(n > 1 for n in tried[:3]) <= 3 and engine.pool.n_free == 99
     with pytest.raises(error, match='this one'):
         engine.generate([prompts[bad]], 5)
-    assert 'a step of 7 sequences failed' in capsys.readouterr().err
+    assert 'a call of 7 sequences failed' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('error', [Refused, KeyboardInterrupt])
@@ -334,7 +334,7 @@ def test_constrained_sequences_beside_others(speculate, monkeypatch):
             raise KeyboardInterrupt
     model = f32(block_size=60)
     prompts = [[1, 2, 3], [4], list(range(9))]
-    hows = [how | dict(stops=[20, 21]) for how in (dict(), dict(temperature=0.0), dict(top_k=5, min_tokens=6),
+    hows = [how | dict(stop_ids=[20, 21]) for how in (dict(), dict(temperature=0.0), dict(top_k=5, min_tokens=6),
                                                    dict(top_p=0.7, frequency_penalty=1.0), dict(logprobs=True))]
     requests = [(prompt, 30, how | dict(seed=i, constraint=constraint))
                 for i, how in enumerate(hows) for prompt in prompts
@@ -343,7 +343,7 @@ def test_constrained_sequences_beside_others(speculate, monkeypatch):
                 for prompt, n, how in requests]
     executor = decode.best(model, 1, threads=1, speculate=speculate)
     for n_pages in (999, 40):
-        engine, alone, several = Engine(model, executor, BlockPool(n_pages, 4)), set(), 0
+        engine, alone, several = Engine(model, executor, PagePool(n_pages, 4)), set(), 0
         sequences = [s for prompt, n, how in requests for s in engine.add(prompt, n, **how)]
         while not engine.is_idle:
             with contextlib.suppress(KeyboardInterrupt):

@@ -42,7 +42,7 @@ class Text:
     """A sequence, as executors read it."""
 
     def __init__(self, tokens, **how):
-        self.tokens, self.n_drawn, self.n_computed, self.room, self.runs = list(tokens), 0, 0, 0, Runs()
+        self.tokens, self.n_drawn, self.n_computed, self.n_writable, self.runs = list(tokens), 0, 0, 0, Runs()
         self.settings = DrawSettings(VOCAB, **dict(temperature=0.0, prompt=tokens) | how)
 
 
@@ -66,16 +66,16 @@ class Slots:
         """A batch of {text: so many new tokens}, with slots for all that it may draw."""
         n_steps = np.broadcast_to(n_steps, len(counts)).astype(np.int64)
         for text, end in zip(counts, n_steps + [t.n_computed + n for t, n in counts.items()]):
-            while text.room < end:
-                text.runs.append(text.room, self.free.pop(), self.size)
-                text.room += self.size
+            while text.n_writable < end:
+                text.runs.append(text.n_writable, self.free.pop(), self.size)
+                text.n_writable += self.size
         spans = [(text, range(text.n_computed, text.n_computed + n)) for text, n in counts.items()]
         return Batch([*counts], [*counts.values()], np.array([t.tokens[p] for t, span in spans for p in span]),
                      np.array([p for _, span in spans for p in span]), n_steps, [prompt_logits] * len(counts),
                      [logprobs] * len(counts), **how)
 
     def run(self, counts, n_steps=0, **how):
-        """Execute it, and give the texts what they drew. Returns the `Drawn` of each."""
+        """Execute it, and give the texts what they drew. Returns the `SequenceOutput` of each."""
         drawn = self.executor.execute_model(self.batch(counts, n_steps, **how))
         for (text, n), of_text in zip(counts.items(), drawn):
             text.n_computed += n + max(0, len(of_text.tokens) - 1)
@@ -248,10 +248,10 @@ def test_copies_run_first_and_in_order(way):
     executor = made(way, model_of('rope'))
     text, (source, middle, target) = texts(1, 30)[0], (400, 800, 40)
     slots = Slots(executor, 'cells')
-    text.runs, text.room = Runs([(0, source, 40)]), 40
+    text.runs, text.n_writable = Runs([(0, source, 40)]), 40
     expected = torch.cat([slots.logits({text: 20})[0], slots.logits({text: 10})[0]])
     fork = Text(text.tokens)
-    fork.runs, fork.room, fork.n_computed = Runs([(0, target, 40)]), 40, 20
+    fork.runs, fork.n_writable, fork.n_computed = Runs([(0, target, 40)]), 40, 20
     copies = [(source, middle, 20), (middle, target, 20)]
     drawn = executor.execute_model(slots.batch({fork: 10}, prompt_logits=True, copies=copies))
     torch.testing.assert_close(drawn[0].logits, expected[20:], atol=1e-10, rtol=0)
@@ -306,7 +306,7 @@ def test_several_steps_in_a_call_are_those_of_single_ones(way, kind):
             n_steps = [min(left[i], chooser.randint(1, 12)) for i in ids]
             drawn = slots.run(dict.fromkeys([some[i] for i in ids], 1), n_steps, logprobs=kept)
             over = min([k + 1 for i, of_text in zip(ids, drawn) for k, token in enumerate(of_text.tokens)
-                        if token in some[i].settings.stops], default=99)
+                        if token in some[i].settings.stop_ids], default=99)
             for i, n, of_text in zip(ids, n_steps, drawn):
                 alone_or_not = 1 if way.startswith('eager') or kept and way.startswith('gpu') else min(n, over)
                 assert len(of_text.tokens) == alone_or_not or way.startswith('gpu') and over < len(of_text.tokens) <= n
@@ -319,14 +319,14 @@ def test_several_steps_in_a_call_are_those_of_single_ones(way, kind):
 def test_a_call_ends_when_it_is_late_or_told_to():
     """Another thread runs during a call, and ends it."""
     executor = CPUExecutor(model_of('rope', block_size=4096, n_embd=384), threads=TWO)
-    for how in (dict(until=0), dict(stop_soon=np.ones(1, np.int64))):
+    for how in (dict(until=0), dict(return_soon=np.ones(1, np.int64))):
         slots, some = Slots(executor), texts(3, 1)
         assert [len(each.tokens) for each in slots.run(dict.fromkeys(some, 1), 9, **how)] == [1, 1, 1]
-    slots, text, stop_soon = Slots(executor, 'rows'), texts(1, 1)[0], np.zeros(8, np.int64)
-    text.runs, text.room = Runs([(0, 0, N_SLOTS)]), N_SLOTS
-    timer = threading.Thread(target=lambda: (time.sleep(0.02), stop_soon.__setitem__(0, 1)))
+    slots, text, return_soon = Slots(executor, 'rows'), texts(1, 1)[0], np.zeros(8, np.int64)
+    text.runs, text.n_writable = Runs([(0, 0, N_SLOTS)]), N_SLOTS
+    timer = threading.Thread(target=lambda: (time.sleep(0.02), return_soon.__setitem__(0, 1)))
     timer.start()
-    drawn = slots.run({text: 1}, N_SLOTS, stop_soon=stop_soon)[0].tokens
+    drawn = slots.run({text: 1}, N_SLOTS, return_soon=return_soon)[0].tokens
     timer.join()
     assert len(drawn) < N_SLOTS
 

@@ -166,7 +166,7 @@ def test_answers_follow_drawn_schemas():
     engine = Engine(model, CPUExecutor(model, threads=1), default_pool(model.config, 4096))
     schemas, vocabulary = [any_schema(rng) for _ in range(n)], Vocabulary(tokenizer, 300)
     constraints = [compiled('json_schema', json.dumps(schema), vocabulary) for schema in schemas]
-    sequences = [engine.add([5, 6, 7], 300, seed=i, temperature=1.5, stops=[2], constraint=constraint)[0]
+    sequences = [engine.add([5, 6, 7], 300, seed=i, temperature=1.5, stop_ids=[2], constraint=constraint)[0]
                  for i, constraint in enumerate(constraints)]
     while not engine.is_idle:
         engine.step()

@@ -27,7 +27,7 @@ from conftest import sizes
 from decode.cpu import CPUExecutor
 from decode.eager import EagerExecutor, UncachedExecutor
 from engine import Engine, pool_for
-from kvcache import BlockPool, NoPool
+from kvcache import NoPool, PagePool
 from kvcache.llamacpp.pool import CellPool
 from model import GPT, GPTConfig
 
@@ -42,7 +42,7 @@ PROMPTS = {
     'ragged': [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [28, 27], [0] * 20, list(range(BLOCK)), [*range(VOCAB), 3, 1]],
     'list': [[7, 7, 7], [1, 2, 3]]}
 SAMPLINGS = {'greedy': dict(temperature=0), 'plain': dict(), 'top_k': dict(temperature=0.8, top_k=7),
-             'top_p': dict(temperature=1.3, top_p=0.9), 'stop': dict(stops=[4])}
+             'top_p': dict(temperature=1.3, top_p=0.9), 'stop': dict(stop_ids=[4])}
 WHEN_FULL = {'crop': dict(), 'shift': dict(when_full='shift'), 'keep': dict(when_full='shift', keep=5, n_keep=2)}
 
 
@@ -51,7 +51,7 @@ def on_cpu(weights='float32', threads=1):
 
 
 def pages(config, n):
-    return BlockPool(8 * n, 4)
+    return PagePool(8 * n, 4)
 
 
 def streams(config, n):

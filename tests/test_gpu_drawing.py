@@ -172,11 +172,11 @@ def test_rows_of_any_shape(rows, seed, vocab_size, block):
 
 CHANGES = [dict(presence_penalty=1.5), dict(frequency_penalty=0.7), dict(repetition_penalty=1.3, prompt=(1, 2, 3)),
            dict(repetition_penalty=0.5, frequency_penalty=-0.5, prompt=(4,)), dict(logit_bias={3: 100.0, 7: -100.0}),
-           dict(logit_bias={t: 0.1 * t for t in range(50)}, temperature=0.5), dict(stops=(3, 4, 5), min_tokens=2),
-           dict(stops=range(0, 60, 2), min_tokens=3, logit_bias={t: 90.0 for t in range(4)}),
+           dict(logit_bias={t: 0.1 * t for t in range(50)}, temperature=0.5), dict(stop_ids=(3, 4, 5), min_tokens=2),
+           dict(stop_ids=range(0, 60, 2), min_tokens=3, logit_bias={t: 90.0 for t in range(4)}),
            dict(presence_penalty=-2.0, frequency_penalty=2.0, repetition_penalty=1.1, prompt=(0, 64), top_p=0.9),
            dict(temperature=0.0, frequency_penalty=1.0), dict(temperature=0.0, presence_penalty=2.0, top_k=3),
-           dict(presence_penalty=3.0, stops=(9,), min_tokens=1, logit_bias={9: 50.0}, prompt=(9,)), dict(), dict()]
+           dict(presence_penalty=3.0, stop_ids=(9,), min_tokens=1, logit_bias={9: 50.0}, prompt=(9,)), dict(), dict()]
 
 
 @pytest.mark.parametrize('vocab_size', sizes([1100], [65, 1500]))

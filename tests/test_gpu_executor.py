@@ -27,7 +27,7 @@ from decode.gpu.queue import Queue
 from decode.gpu.slots import Rows
 from decode.gpu.tables import MOST_STEPS
 from engine import Engine
-from kvcache import BlockPool, make_layers
+from kvcache import PagePool, make_layers
 
 PLAIN = vars(plain_gpu)
 
@@ -87,7 +87,7 @@ def late(model):
 
 def engine_of(executor, n_pages=40, page_size=4, budget=64):
     c = executor.model.config
-    engine = Engine(executor.model, executor, BlockPool(n_pages, page_size, c.window, c.n_sink), budget)
+    engine = Engine(executor.model, executor, PagePool(n_pages, page_size, c.window, c.n_sink), budget)
     engine.longest_call = 1e6
     return engine
 
@@ -104,7 +104,7 @@ def run(engine):
 def tokens_alone(model, s):
     """The tokens of a sequence by whole texts, without a cache, and the definition of a draw."""
     how, tokens = s.settings, s.tokens[:s.n_prompt]
-    while len(tokens) < s.n_end and not (len(tokens) > s.n_prompt and tokens[-1] in how.stops):
+    while len(tokens) < s.n_end and not (len(tokens) > s.n_prompt and tokens[-1] in how.stop_ids):
         device = model.lm_head.weight.device
         with torch.inference_mode():
             logits = model.step(torch.tensor([tokens[-model.config.block_size:]], device=device), None, False)[0][:, 0]
@@ -148,7 +148,7 @@ def test_texts_without_end_draw_what_they_draw_alone():
     m, judge = model_of('rope window sinks'), model_of('rope window sinks', block_size=400)
     engine = engine_of(late(m))
     sequences = [s for i in range(3) for s in engine.add([i, 2], 100, seed=i)]
-    endless, = engine.add([1, 2], 2**31 - 1, min_tokens=2**31 - 1, stops=[1, 2])
+    endless, = engine.add([1, 2], 2**31 - 1, min_tokens=2**31 - 1, stop_ids=[1, 2])
     while not all(s.ended for s in sequences):
         engine.step()
     check_alone(judge, sequences)
@@ -162,7 +162,7 @@ def test_a_text_is_one_whoever_runs_beside_it():
     tokens than the definition, so that one token that is drawn by anything else shows.
     """
     m, many = model_of('learned', vocab_size=50257, n_embd=16, n_layer=1), range(0, 50257, 90)
-    hows = [dict(temperature=0.9), dict(logprobs=True), dict(stops=many, min_tokens=9),
+    hows = [dict(temperature=0.9), dict(logprobs=True), dict(stop_ids=many, min_tokens=9),
             dict(logit_bias={t: 1.0 for t in many}), dict(frequency_penalty=1.0),
             dict(prompt_logits=True, logprobs=True)]
 
@@ -191,8 +191,8 @@ def test_a_call_ends_behind_a_stop_at_its_time_and_when_it_is_asked_to():
     """And goes on while some have reached their limit."""
     slots = Slots(late(model_of('learned')), 'cells')
     for more, stops, expected in (dict(), (), (12, 3)), (dict(until=0), (), (8, 3)), (
-            dict(stop_soon=np.ones(1, np.int64)), (), (8, 3)), (dict(), range(V), (8, 1)):
-        texts = {Text([1]): 1, Text([2], stops=stops): 1}
+            dict(return_soon=np.ones(1, np.int64)), (), (8, 3)), (dict(), range(V), (8, 1)):
+        texts = {Text([1]): 1, Text([2], stop_ids=stops): 1}
         drawn = slots.run(texts, [12, 12 if stops else 3], **more)
         assert tuple(len(of_s.tokens) for of_s in drawn) == expected
 
@@ -310,7 +310,7 @@ def test_a_recording_after_many_steps_draws_into_no_other_memory(monkeypatch, ca
 def test_settings_take_the_place_of_those_before(monkeypatch):
     """Also of those that were written in part. Nothing of them stays."""
     m, one = model_of('rope'), np.array([1])
-    a, b = (Text([1], temperature=t, stops=[t], min_tokens=t, logit_bias={9 + t: t}) for t in (1, 2))
+    a, b = (Text([1], temperature=t, stop_ids=[t], min_tokens=t, logit_bias={9 + t: t}) for t in (1, 2))
     table, (row,) = gpu(m).table, Rows(1)([a])
 
     def loaded(table, text):

@@ -121,7 +121,7 @@ def test_a_key_that_is_no_number_shows():
 def test_an_engine_draws_in_the_kernels_what_each_sequence_draws_alone():
     m, executor = on(kernels(), 'rope')
     engine = engine_of(executor, 30)
-    hows = [dict(), dict(top_k=3, stops=[5]), dict(frequency_penalty=1.5), dict(temperature=0.0, top_p=0.5)]
+    hows = [dict(), dict(top_k=3, stop_ids=[5]), dict(frequency_penalty=1.5), dict(temperature=0.0, top_p=0.5)]
     sequences = [s for i, how in enumerate(hows) for s in engine.add([i, 3], 3 + i, seed=i, **how)]
     assert len(run(engine)) < 8
     check_alone(m, sequences)

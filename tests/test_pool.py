@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from engine.sequence import Sequence
-from kvcache import BlockPool, blocks, pages_for
+from kvcache import PagePool, pages_for
 from kvcache.llamacpp.pool import CellPool
 from model import GPTConfig
 
@@ -21,7 +21,7 @@ CONFIGS = {'no window': GPTConfig(block_size=20), 'window': GPTConfig(block_size
 
 def pages_of(size, spare):
     """Pages for the longest sequence, and some more."""
-    return lambda c: BlockPool(pages_for(c, size) + spare, size, c.window, c.n_sink)
+    return lambda c: PagePool(pages_for(c, size) + spare, size, c.window, c.n_sink)
 
 
 POOLS = {'pages of 1': pages_of(1, 4), 'pages of 3': pages_of(3, 1), 'pages of 4': pages_of(4, 2),
@@ -74,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
     def state(self):
         """All that an operation which finds no room leaves as it is."""
         pool, of_sequences = self.pool, [
-            (s.n_computed, s.room, s.table[:], s.cells, s.runs.table[:s.runs.n].tolist()) for s in self.sequences]
+            (s.n_computed, s.n_writable, s.table[:], s.cells, s.runs.table[:s.runs.n].tolist()) for s in self.sequences]
         if isinstance(pool, CellPool):
             return of_sequences, str(pool), pool.copies[:]
         return of_sequences, pool.references[:], list(pool.free_pages), pool.prefix_of[:], pool.copies[:]
@@ -90,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
         s, size = new([*range(shared), *own], self.config, salt, **how), self.pool.page_size
         n_found = self.pool.begin(s, s.tokens if s.whole else (), salt)
         assert n_found == s.n_computed < len(s.tokens) and n_found % size == 0
-        assert not n_found or isinstance(self.pool, BlockPool)
+        assert not n_found or isinstance(self.pool, PagePool)
         self.sequences.append(s)
 
     @precondition(lambda self: self.sequences)
@@ -129,7 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
             return True
         assert self.state() == before and n_free < -(-n // size) + 1  # one more, where the last page is shared
         assert len(self.sequences) > 1, "one sequence alone has room"
-        assert isinstance(self.pool, BlockPool) or self.pool.unified, "each sequence has its own stream"
+        assert isinstance(self.pool, PagePool) or self.pool.unified, "each sequence has its own stream"
         return False
 
     def compute(self, batch):
@@ -178,7 +178,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Give up the slots of later positions."""
         s = self.any(data)
         n = s.n_computed
-        assert self.pool.cut(s, n) == n == s.room
+        assert self.pool.cut(s, n) == n == s.n_writable
         assert max(slots_of(s), default=0) < max(1, -(-n // self.pool.page_size)) * self.pool.page_size
 
     @precondition(lambda self: self.sequences)
@@ -206,7 +206,7 @@ class PoolMachine(RuleBasedStateMachine):
                 assert held[slots[p]] == (s.salt, *text[:p + 1])
             pages = {slot // size for slot in slots.values()}
             assert len(pages) <= pages_for(self.config, size), "a window's memory does not grow with the text"
-            assert s.room <= len(slots) or self.config.window
+            assert s.n_writable <= len(slots) or self.config.window
 
     @invariant()
     def references_and_free_pages_add_up(self):
@@ -252,7 +252,7 @@ def test_a_sequence_reads_what_its_own_tokens_have_given(kind, config):
 def test_sequences_of_the_size_that_a_pool_was_made_for_never_lack_room():
     for config in CONFIGS.values():
         at_once, most = config.window + 1 if config.window else 20, 200 if config.window else 20
-        for pool in (BlockPool(3 * pages_for(config, 4), 4, config.window, config.n_sink), CellPool(config, 3, 20),
+        for pool in (PagePool(3 * pages_for(config, 4), 4, config.window, config.n_sink), CellPool(config, 3, 20),
                      CellPool(config, 3, 20, unified=False)):
             sequences = [new([0] * most, config) for _ in range(3)]
             for s in sequences:
@@ -266,7 +266,7 @@ def test_sequences_of_the_size_that_a_pool_was_made_for_never_lack_room():
 
 def test_who_has_all_that_it_will_need_does_not_grow():
     unified, streams = (CellPool(CONFIGS['no window'], 2, 20, unified) for unified in (True, False))
-    for pool, grows in ((BlockPool(4, 8), True), (unified, True), (streams, False)):
+    for pool, grows in ((PagePool(4, 8), True), (unified, True), (streams, False)):
         s = Sequence(range(5), None, 8, 20)  # 12 positions are written: nothing follows the last token
         pool.begin(s)
         assert pool.extend(s, 5) and pool.will_grow(s) == grows
@@ -285,7 +285,7 @@ def add(pool, tokens, salt=''):
 
 
 def test_prompts_that_begin_alike_share_full_pages():
-    pool = BlockPool(8, 4)
+    pool = PagePool(8, 4)
     a, n_found = add(pool, range(10))
     assert n_found == 0 and a.table == [0, 1, 2]
     b, n_found = add(pool, [*range(8), 77, 78])
@@ -302,22 +302,22 @@ def test_prompts_that_begin_alike_share_full_pages():
 
 
 def test_a_pool_without_room_is_refused():
-    for make in (lambda: BlockPool(0, 4), lambda: BlockPool(4, 0), lambda: CellPool(CONFIGS['window'], 0, 4),
+    for make in (lambda: PagePool(0, 4), lambda: PagePool(4, 0), lambda: CellPool(CONFIGS['window'], 0, 4),
                  lambda: CellPool(CONFIGS['window'], 4, 0)):
         with pytest.raises(ValueError, match='at least 1'):
             make()
 
 
 def test_the_same_hash_is_not_the_same_prefix(monkeypatch):
-    monkeypatch.setattr(blocks, 'hash', lambda parts: 0, raising=False)
-    pool = BlockPool(8, 2)
+    monkeypatch.setattr('kvcache.pages.hash', lambda parts: 0, raising=False)
+    pool = PagePool(8, 2)
     # the third also has a page (3, 4), behind another first one
     for tokens, n in (([1, 2, 3, 4, 9], 0), ([1, 2, 5, 6, 9], 2), ([7, 8, 3, 4, 9], 0)):
         assert add(pool, tokens)[1] == n
 
 
 def test_the_end_of_a_prompt_is_evicted_first():
-    pool = BlockPool(4, 2)
+    pool = PagePool(4, 2)
     pool.free(add(pool, range(8))[0])
     assert list(pool.free_pages) == [3, 2, 1, 0]
     b = new([50, 51, 52, 53])
@@ -330,14 +330,14 @@ def test_the_end_of_a_prompt_is_evicted_first():
 
 def test_the_least_recently_used_prompt_is_evicted_first():
     for prompts, evicted in (((1, 2), 1), ((1, 2, 1), 2)):
-        pool = BlockPool(4, 2)
+        pool = PagePool(4, 2)
         for token in (*prompts, 7):
             pool.free(add(pool, [token] * 4)[0])
         assert [token for token in (1, 2, 7) if not pool.remembered([token] * 5)[0]] == [evicted]
 
 
 def test_a_window_needs_its_own_pages_of_a_prefix_and_those_of_the_sinks():
-    tokens, pool = list(range(40, 60)), BlockPool(12, 2, window=4, n_sink=1)
+    tokens, pool = list(range(40, 60)), PagePool(12, 2, window=4, n_sink=1)
     s = new(tokens, CONFIGS['window'])
     pool.begin(s, tokens)
     for _ in range(4):

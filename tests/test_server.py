@@ -623,7 +623,7 @@ def test_few_wait_for_a_thread_and_nobody_for_long(monkeypatch, bound, value):
 
     async def ask_thrice():
         service = Service(None)
-        return await asyncio.gather(*[service.in_pool('template', lambda: time.sleep(.2)) for _ in range(3)],
+        return await asyncio.gather(*[service.in_thread('template', lambda: time.sleep(.2)) for _ in range(3)],
                                     return_exceptions=True)
     first, *others = asyncio.run(ask_thrice())
     assert first is None and [(e.status, e.code) for e in others] == [(429, 'queue_full')] * 2

@@ -20,7 +20,7 @@ from decode.draw import DrawSettings
 from decode.kernel.threads import n_cores
 from decode.speculative import DRAFTED_SEQUENCES, Drafting, Pace
 from engine import Engine, Sequence
-from kvcache import BlockPool
+from kvcache import PagePool
 
 DRAFTS = ['int4', 'int8', 'ngram', 'model', 'any']
 REQUESTS = [  # prompts that begin alike, too; all settings, and numbers of tokens that differ
@@ -28,11 +28,12 @@ REQUESTS = [  # prompts that begin alike, too; all settings, and numbers of toke
     ([4], 33, dict(top_k=5, top_p=0.7, min_p=0.02, logprobs=True)),
     ([5] * 12, 21, dict(frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.3, logprobs=True)),
     ([1, 2, 3, 4, 5, 6, 8], 30, dict(logit_bias={3: 4.0, 7: -9.0}, seed=9)),
-    ([9, 8], 30, dict(min_tokens=9, stops=[1, 2, 3, 4, 5, 6], seed=2)), ([7], 28, dict(stops=[1, 6], temperature=1.5))]
+    ([9, 8], 30, dict(min_tokens=9, stop_ids=[1, 2, 3, 4, 5, 6], seed=2)),
+    ([7], 28, dict(stop_ids=[1, 6], temperature=1.5))]
 
 
 def engine_of(model, executor=None, n_pages=80, page_size=4, **how):
-    pool = BlockPool(n_pages, page_size, model.config.window, model.config.n_sink)
+    pool = PagePool(n_pages, page_size, model.config.window, model.config.n_sink)
     return Engine(model, executor or CPUExecutor(model, threads=1), pool, **how)
 
 
@@ -178,7 +179,7 @@ def test_another_model_proposes_what_it_does_with_texts_read_anew(monkeypatch):
         batch = SimpleNamespace(sequences=some, tokens=np.array([s.tokens[-1] for s in some]))
         if number % 10 == 5:
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(BlockPool, 'look_up', interrupted)
+                patched.setattr(PagePool, 'look_up', interrupted)
                 draft.propose(batch, 30, 1)  # which takes new pages
         anew.refresh()
         n_read.clear()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_models import model_of
 
 from kvcache import make_layers, storage
-from kvcache.storage import Layer, Rows, dequantise, quantise
+from kvcache.storage import Layer, SlotArray, dequantise, quantise
 
 FLOATS = 'float64', 'float32', 'float16', 'bfloat16'
 
@@ -80,15 +80,15 @@ def test_slots_hold_what_was_written_there_last(kind):
 
 @pytest.mark.parametrize('kind', FLOATS)
 def test_transposed_rows_hold_the_same_with_slots_side_by_side(kind):
-    plain, transposed, x = Rows(6, 2, 8, kind), Rows(6, 2, 8, kind, transposed=True), torch.randn(2, 3, 8)
+    plain, transposed, x = SlotArray(6, 2, 8, kind), SlotArray(6, 2, 8, kind, transposed=True), torch.randn(2, 3, 8)
     for rows in (plain, transposed):
         rows.write(torch.tensor([5, 0, 2]), x)
     assert torch.equal(plain.data, transposed.data) and transposed.data.stride() == (48, 1, 6)
 
 
 def test_what_cannot_be_stored_is_refused():
-    for words, make in (("not 'int3'", lambda: Rows(4, 1, 8, 'int3')),
-                        ('transposed', lambda: Rows(4, 1, 8, 'int8', transposed=True))):
+    for words, make in (("not 'int3'", lambda: SlotArray(4, 1, 8, 'int3')),
+                        ('transposed', lambda: SlotArray(4, 1, 8, 'int8', transposed=True))):
         with pytest.raises(ValueError, match=words):
             make()
 

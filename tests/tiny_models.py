@@ -14,7 +14,7 @@ MODELS = {
 
 # settings of draws, each of which draws other tokens
 HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, temperature=1.5), dict(frequency_penalty=1.0),
-        dict(repetition_penalty=1.5, min_p=0.05), dict(stops=[3, 4, 5], min_tokens=6), dict(logit_bias={7: 4.0})]
+        dict(repetition_penalty=1.5, min_p=0.05), dict(stop_ids=[3, 4, 5], min_tokens=6), dict(logit_bias={7: 4.0})]
 
 
 def model_of(kind, seed=0, dtype=torch.float32, **how):

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from decode.batch import Drawn, NotNumbers
+from decode.batch import NotNumbers, SequenceOutput
 from decode.draw import draw
 from decode.eager import drawn_from
 from model import GPT, GPTConfig
@@ -78,7 +78,7 @@ class ToyExecutor:
                 kept[i].append(row)
             ended = any(found[i][-1] in batch.sequences[i].settings.stops for i in going)
             going = [] if ended or batch.is_late() else [i for i in going if len(found[i]) < batch.n_steps[i]]
-        return [Drawn(tokens, torch.stack(rows) if keep else None)
+        return [SequenceOutput(tokens, torch.stack(rows) if keep else None)
                 for tokens, rows, keep in zip(found, kept, batch.logprobs)]
 
     def single(self, batch):

@@ -13,7 +13,7 @@ N_TEXTS, LONGEST = 20, 300
 # how far logits may be away, the root of a mean square in standard deviations; on a CPU it is 2e-6, 0.002 and 0.015
 MOST_OFF = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 HOWS = [dict(temperature=0.0), dict(top_k=20), dict(top_p=0.8), dict(repetition_penalty=1.5, frequency_penalty=1.0),
-        dict(logit_bias={0: 3.0}, min_p=0.05), dict(stops=[0], min_tokens=3)]
+        dict(logit_bias={0: 3.0}, min_p=0.05), dict(stop_ids=[0], min_tokens=3)]
 
 
 def check_here(model, functions, queue):

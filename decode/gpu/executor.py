@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from decode.batch import Drawn, NotNumbers, step_slots
+from decode.batch import NotNumbers, SequenceOutput, step_slots
 from decode.changes import REFUSED, check_unchanged
 from decode.eager import are_numbers, check_step
 from decode.gpu.queue import Queue
@@ -184,7 +184,7 @@ class GPUExecutor:
         found = [column[column >= 0].tolist() for column in tokens.T]
         for row, of_row in zip(rows, found):
             row.n_counted = row.sequence.n_drawn + len(of_row)
-        return [Drawn(of_row) for of_row in found]
+        return [SequenceOutput(of_row) for of_row in found]
 
     def drawn(self, sequences, logits):
         """The next token of each sequence, a list, drawn from its row of logits, which are changed."""

@@ -95,13 +95,13 @@ class CallTable:
         host['left'][:n], host['left'][n:] = limits, 0
         for row, s, settings in [(row, row.sequence, row.sequence.settings) for row in rows]:
             if row.settings is not settings:
-                self.write(self.inputs.marks[row.number], settings.stops, [IS_STOP] * len(settings.stops))
+                self.write(self.inputs.marks[row.number], settings.stop_ids, [IS_STOP] * len(settings.stop_ids))
                 self.write(self.inputs.biases[row.number], settings.bias_tokens, settings.biases)
                 row.settings, row.n_counted = settings, -1
             if settings.penalised and row.n_counted != s.n_drawn:
                 settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
                 marks = settings.counts + np.where(settings.in_prompt, IN_PROMPT, 0)
-                marks[settings.stops] += IS_STOP
+                marks[settings.stop_ids] += IS_STOP
                 self.queue.send(self.inputs.marks[row.number], torch.from_numpy(marks))
             if settings.allowed is not None:  # a bitmap, which is another one for each draw
                 biases = np.where(settings.forbidden(), -np.inf, 0.0)

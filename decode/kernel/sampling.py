@@ -4,7 +4,7 @@ The next token of each sequence of a step, drawn from its row of logits: the com
 `DRAW` is called by the threads of the model's compiled step, after each step. It first applies what is
 allowed, the biases, the min_tokens and the penalties of the sequence to its logits. A row of 50,000 numbers is read a
 few times and never sorted as a whole. Weights are float32, as torch's softmax computes them, and so are the sums of
-BLOCK of them. Sums of those are float64.
+PER_SUM of them. Sums of those are float64.
 
 `VERIFY` draws the tokens behind a chunk whose tokens were proposed, see `decode.speculative`.
 
@@ -37,8 +37,8 @@ from decode.kernel.vectors import (
     zero_below,
 )
 
-CHUNK = 64  # tokens whose largest logit is known
-BLOCK = 256  # tokens whose weights are added up together
+PER_PEAK = 64  # tokens whose largest logit is known
+PER_SUM = 256  # tokens whose weights are added up together
 FEW, N_NARROWINGS = 256, 7  # `border` stops at an interval with at most FEW tokens, or after N_NARROWINGS passes
 # the columns of a sequence's settings: NAMES of decode/draw.py in the same order
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
@@ -56,7 +56,7 @@ WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
  # addresses of arrays that all sequences share
  STOPS,        # int64
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
- STOP_SOON,    # int64. Another thread sets it to 1; then no step follows
+ RETURN_SOON,  # int64. Another thread sets it to 1; then no step follows
  # numbers
  N_THREADS,    # how many threads have scratch; others draw nothing
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
@@ -100,10 +100,10 @@ def exponentials(values, n, largest, factor, weights):
 
 @njit
 def find_peaks(row, n, peaks):
-    """peaks[c] = the largest of the logits of chunk c. Returns the largest of all."""
+    """peaks[c] = the largest of the logits of part c. Returns the largest of all."""
     largest = np.float32(-math.inf)
-    for start in range(0, n, CHUNK):
-        i, end, v = start, min(n, start + CHUNK), constant(-math.inf)
+    for start in range(0, n, PER_PEAK):
+        i, end, v = start, min(n, start + PER_PEAK), constant(-math.inf)
         while i + LANES <= end:
             v = larger(load(row, i), v)
             i += LANES
@@ -111,7 +111,7 @@ def find_peaks(row, n, peaks):
         while i < end:
             peak = max(peak, row[i])
             i += 1
-        peaks[start // CHUNK] = peak
+        peaks[start // PER_PEAK] = peak
         largest = max(largest, peak)
     return largest
 
@@ -119,9 +119,9 @@ def find_peaks(row, n, peaks):
 @njit
 def first_of(row, n, peaks, value):
     """The first token with this logit, the largest."""
-    for start in range(0, n, CHUNK):
-        if peaks[start // CHUNK] == value:
-            for i in range(start, min(n, start + CHUNK)):
+    for start in range(0, n, PER_PEAK):
+        if peaks[start // PER_PEAK] == value:
+            for i in range(start, min(n, start + PER_PEAK)):
                 if row[i] == value:
                     return i
     return 0
@@ -167,9 +167,9 @@ def threshold(values, masses, n, target):
 def gather(row, n, peaks, least, tokens, values):
     """The tokens whose logits are at least so large, in ascending order, and their logits. Returns how many."""
     found = 0
-    for start in range(0, n, CHUNK):
-        if peaks[start // CHUNK] >= least:
-            for i in range(start, min(n, start + CHUNK)):
+    for start in range(0, n, PER_PEAK):
+        if peaks[start // PER_PEAK] >= least:
+            for i in range(start, min(n, start + PER_PEAK)):
                 tokens[found], values[found] = i, row[i]
                 found += row[i] >= least
     return found
@@ -178,11 +178,11 @@ def gather(row, n, peaks, least, tokens, values):
 @njit
 def gather_top_k(row, n, peaks, k, tokens, values, masses):
     """`gather` for the k largest logits, and those that are equal to the smallest of them."""
-    least, n_chunks = LOWEST, -(-n // CHUNK)
-    if k <= n_chunks:  # each of the k largest peaks is a logit, so the k-th largest logit is no smaller
-        for c in range(n_chunks):
+    least, n_peaks = LOWEST, -(-n // PER_PEAK)
+    if k <= n_peaks:  # each of the k largest peaks is a logit, so the k-th largest logit is no smaller
+        for c in range(n_peaks):
             values[c], masses[c] = peaks[c], 1.0
-        least = max(least, threshold(values, masses, n_chunks, k)[0])
+        least = max(least, threshold(values, masses, n_peaks, k)[0])
     found = gather(row, n, peaks, least, tokens, values)
     for i in range(found):
         masses[i] = 1.0
@@ -194,9 +194,9 @@ def masses_from(row, weights, n, levels):
     """The sums of the weights of the tokens whose logits are at least so large, for each of four levels."""
     a, b, c, d = splat(levels[0]), splat(levels[1]), splat(levels[2]), splat(levels[3])
     from_a, from_b, from_c, from_d = 0.0, 0.0, 0.0, 0.0
-    for start in range(0, n, BLOCK):
+    for start in range(0, n, PER_SUM):
         of_a, of_b, of_c, of_d = constant(0.0), constant(0.0), constant(0.0), constant(0.0)
-        for i in range(start, min(n, start + BLOCK), LANES):
+        for i in range(start, min(n, start + PER_SUM), LANES):
             v, weight = load_until(row, i, n), load_until(weights, i, n)
             of_a = add_from(of_a, weight, v, a)
             of_b = add_from(of_b, weight, v, b)
@@ -405,7 +405,7 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     """
     Draw tokens for the sequences of a table from logits float32 (N_SEQUENCES, vocab_size). This thread draws for the
     sequences thread, thread + n_threads, ... Returns 1 if another step may follow; 0 if one of its tokens ends its
-    sequence, if STOP_SOON is set, or if it is late.
+    sequence, if RETURN_SOON is set, or if it is late.
     """
     table, tokens, ended = longs_at(table_at), longs_at(tokens_at), False
     V, n_threads = table[VOCAB_SIZE], min(n_threads, table[N_THREADS])
@@ -414,14 +414,14 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     for i in range(thread, table[N_SEQUENCES], n_threads):
         tokens[i] = next_token(table, i, floats_at(logits_at + 4 * V * i), table[SCRATCH] + 8 * V * N_SCRATCH * thread)
         ended |= is_stop(table, i, tokens[i])
-    return 0 if ended or observe(longs_at(table[STOP_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
+    return 0 if ended or observe(longs_at(table[RETURN_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
 def verify_tokens(table_at, logits_at, tokens_at, n, _):
     """
     Draw up to n tokens of each sequence from logits float32 (N_SEQUENCES, n, vocab_size), which were computed behind
     its newest token and n - 1 proposals. A sequence draws on while what it has drawn is what was proposed: the logits
-    behind any other token are not those of its text.
+    behind any other token are not those of its sequence.
 
     tokens: int64 (n + 1, N_SEQUENCES). Row 0 has the newest tokens, the next n - 1 rows have the proposals. Rows 1 to n
     get the tokens that are drawn, and -1 behind the last of a sequence. Returns the most tokens of a sequence; the same

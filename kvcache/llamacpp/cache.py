@@ -78,10 +78,10 @@ class MissingLayer:
 class CellCache(Streams):
     """
     n_layer: layers of the model. n_head_kv, head_dim: heads of keys and values, and channels of each.
-    kv_size, n_seq_max, unified: see `Streams`. type_k, type_v: how keys and values are stored, see `Rows`.
+    kv_size, n_seq_max, unified: see `Streams`. type_k, type_v: how keys and values are stored, see `SlotArray`.
     n_pad: the number of cells that are attended over is a multiple of this, or kv_size.
     n_swa, swa_type: size and kind of a `Window`; kind 'none' for no window.
-    v_trans: values transposed, see `Rows`. device: of keys and values; one for all, or a function of the layer.
+    v_trans: values transposed, see `SlotArray`. device: of keys and values; one for all, or a function of the layer.
     layer_filter: a function of the layer: does it have a cache? Layers without one raise ValueError when used.
     layer_reuse: a function of the layer: an earlier layer whose keys and values it reads instead of its own, or None.
     can_shift: positions can be changed. Keys are rotary, of base rope_base and rope_scaling, see `GPTConfig`; rope_base
@@ -238,7 +238,7 @@ class CellCache(Streams):
         return self.view(self.layer_of(layer).v, n_kv, streams).permute(1, 2, 0, 3)
 
     def view(self, rows, n_kv, streams):
-        """The numbers in `Rows`, (n_head, n_stream, n_kv, head_dim)."""
+        """The numbers in `SlotArray`, (n_head, n_stream, n_kv, head_dim)."""
         found = [stored.unflatten(1, (-1, self.kv_size))[:, streams, :n_kv] for stored in rows.tensors()]
         return rows.widened(found, rows.data.dtype if rows.scale is None else torch.float32, Scratch())
 

@@ -13,10 +13,10 @@ from kvcache.llamacpp.cells import Streams
 class CellPool:
     """
     Cells for n_sequences sequences of up to n_tokens tokens of a model of this `config`: one stream for all if unified,
-    or one for each. It has the operations of `kvcache.blocks.BlockPool`, and a page is a cell.
+    or one for each. It has the operations of `kvcache.pages.PagePool`, and a page is a cell.
 
-    It keeps of each sequence: cells, its number in the `Streams`; n_computed, runs and room, as there. n_pages: of one
-    stream, the most that a sequence can have. What a window has passed stays until its sequence needs more cells.
+    It keeps of each sequence: cells, its number in the `Streams`; n_computed, runs and n_writable, as there. n_pages:
+    of one stream, the most that a sequence can have. What a window has passed stays until it needs more cells.
     """
     page_size = 1
 
@@ -41,7 +41,7 @@ class CellPool:
     def begin(self, sequence, tokens=(), salt=''):
         """Begin a sequence. Returns how many of these tokens are remembered: none."""
         s = sequence
-        s.cells, s.runs, s.room, s.n_computed = self.free_numbers.pop(), Runs(), 0, 0
+        s.cells, s.runs, s.n_writable, s.n_computed = self.free_numbers.pop(), Runs(), 0, 0
         return 0
 
     def extend(self, sequence, n):
@@ -49,7 +49,7 @@ class CellPool:
         Cells for n more positions of a sequence. Those that its window has passed are freed first. Returns whether
         there were enough; if not, nothing has changed.
         """
-        s, n_new = sequence, sequence.n_computed + n - sequence.room
+        s, n_new = sequence, sequence.n_computed + n - sequence.n_writable
         if n_new <= 0:
             return True
         cells = self.streams.cells_of(s.cells)
@@ -61,15 +61,15 @@ class CellPool:
             cells.own(passed, s.cells, False)
             self.look_up(s)
         found = cells.find(n_new)
-        cells.write(found, np.arange(s.room, s.room + n_new), cells.owned_by(s.cells))
-        for position, slot in enumerate((self.first_slot(s) + found).tolist(), s.room):
+        cells.write(found, np.arange(s.n_writable, s.n_writable + n_new), cells.owned_by(s.cells))
+        for position, slot in enumerate((self.first_slot(s) + found).tolist(), s.n_writable):
             s.runs.append(position, slot)
-        s.room += n_new
+        s.n_writable += n_new
         return True
 
     def will_grow(self, sequence):
         """Will a sequence need another cell of those that all share, if it goes on to its end?"""
-        return self.unified and min(sequence.n_end - 1, sequence.max_positions) > sequence.room
+        return self.unified and min(sequence.n_end - 1, sequence.max_positions) > sequence.n_writable
 
     def first_seen(self, n):
         """The first position behind the sinks that the token at position n sees, if there is a window."""
@@ -97,9 +97,9 @@ class CellPool:
         if self.window and n > self.first_seen(n):
             held = cells.pos[cells.of(s.cells, self.n_sink)]  # these positions follow each other
             n = n if held.min() <= self.first_seen(n) else 0
-        if n < s.room:
+        if n < s.n_writable:
             cells.remove(s.cells, n)
-            s.room = n
+            s.n_writable = n
             self.look_up(s)
         s.n_computed = n
         return n
@@ -110,7 +110,7 @@ class CellPool:
         self.begin(new)
         self.streams.seq_cp(s.cells, new.cells)
         self.streams.seq_rm(new.cells, s.n_computed)  # what it has for later positions
-        new.n_computed = new.room = s.n_computed
+        new.n_computed = new.n_writable = s.n_computed
         self.look_up(new)
         if not self.unified:
             to_source = self.first_slot(s) - self.first_slot(new)

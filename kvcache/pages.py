@@ -1,5 +1,6 @@
 """
-The pool of pages: in which slots the positions of each sequence lie. After vLLM's block manager (arXiv:2309.06180).
+The pool of pages: in which slots the positions of each sequence lie. After vLLM's block manager (arXiv:2309.06180),
+whose blocks are the pages here: a block is a layer of the model. Settings and the server have vLLM's word.
 
 A sequence is a list of pages, its page table. Position p is in page table[p // page_size], at offset p % page_size.
 
@@ -39,18 +40,18 @@ class Prefix:
         return True
 
 
-class BlockPool:
+class PagePool:
     """
     n_pages pages of page_size slots each. window, n_sink: of the model.
 
     It keeps of each sequence: n_computed, for so many positions keys and values are stored; table, its pages in order,
-    None for those that a window has passed, also pages for later positions; runs, its `decode.batch.Runs`; room, the
-    position up to which it can be written as it is; prefixes, the `Prefix` of each of its first pages, as many as are
-    known; and salt. It reads of it `tokens`, and `whole`: is token number p at position p?
+    None for those that a window has passed, also pages for later positions; runs, its `decode.batch.Runs`;
+    n_writable, so many positions can be written as it is; prefixes, the `Prefix` of each of its first pages, as many
+    as are known; and salt. It reads of it `tokens`, and `whole`: is token number p at position p?
 
     references: the number of tables that each page is in. free_pages: those in no table; those that are remembered are
     used last. prefix_of: the `Prefix` of each full page that is remembered, or None. page_with: {Prefix: page}, the
-    inverse. copies: (source, target, n) of slots, which the next step must copy first.
+    inverse. copies: (source, target, n) of slots, which the next call must copy first.
     """
 
     def __init__(self, n_pages, page_size=16, window=0, n_sink=0):
@@ -81,7 +82,7 @@ class BlockPool:
             if page is not None:
                 self.acquire(page)
         s = sequence
-        s.table, s.prefixes, s.salt, s.runs, s.room = table, prefixes, salt, Runs(), 0
+        s.table, s.prefixes, s.salt, s.runs, s.n_writable = table, prefixes, salt, Runs(), 0
         s.n_computed = len(table) * self.page_size
         self.look_up(s)
         return s.n_computed
@@ -126,7 +127,7 @@ class BlockPool:
         page is shared, it is replaced by a copy. Returns whether there were enough pages; if not, nothing has changed.
         """
         s, size = sequence, self.page_size
-        if s.n_computed + n <= s.room:
+        if s.n_computed + n <= s.n_writable:
             return True
         last, n_new = s.n_computed // size, max(0, -(-(s.n_computed + n) // size) - len(s.table))
         shared = last < len(s.table) and self.references[s.table[last]] > 1
@@ -164,14 +165,14 @@ class BlockPool:
         return numbers
 
     def look_up(self, sequence, first=0):
-        """Write the runs of the pages of a sequence from number `first` on, and its room."""
+        """Write the runs of the pages of a sequence from number `first` on, and n_writable."""
         s, size = sequence, self.page_size
         if first == 0:
             s.runs = Runs()
         for i, page in enumerate(s.table[first:], first):
             if page is not None:
                 s.runs.append(i * size, page * size, size)
-        s.room = len(s.table) * size
+        s.n_writable = len(s.table) * size
 
     def computed(self, sequence, n):
         """n more positions of a sequence are stored. Its full pages are remembered by its tokens."""
@@ -200,7 +201,7 @@ class BlockPool:
                 self.acquire(page)
         new.n_computed, new.prefixes, new.salt = s.n_computed, s.prefixes[:], s.salt
         self.look_up(new)
-        s.room = new.room = s.n_computed  # the last page is shared now
+        s.n_writable = new.n_writable = s.n_computed  # the last page is shared now
 
     def cut(self, sequence, n):
         """
@@ -216,7 +217,7 @@ class BlockPool:
         del s.table[n_kept:], s.prefixes[n // self.page_size:]
         s.n_computed = n
         self.look_up(s)
-        s.room = n  # the last page may be remembered as a full one
+        s.n_writable = n  # the last page may be remembered as a full one
         return n
 
     def free(self, sequence):
@@ -247,7 +248,7 @@ class BlockPool:
             del self.page_with[prefix]
 
     def take_copies(self):
-        """The copies that the next step must make first, a list, which is empty then."""
+        """The copies that the next call must make first, a list, which is empty then."""
         copies, self.copies = self.copies, []
         return copies
 
