@@ -12,7 +12,7 @@ import torch
 
 from decode.batch import NotNumbers, SequenceOutput
 from decode.draw import draw
-from decode.eager import drawn_from
+from decode.eager import outputs_of
 from model import GPT, GPTConfig
 
 MODULUS = 2**24 - 3  # what float32 holds exactly
@@ -84,7 +84,7 @@ class ToyExecutor:
     def single(self, batch):
         logits = self.one_step(batch.sequences, batch.counts, batch.tokens, batch.positions)
         rows, parts = batch.rows()
-        return drawn_from(logits[rows], batch, parts)
+        return outputs_of(logits[rows], batch, parts)
 
     @staticmethod
     def drawn(logits, sequence, found):
@@ -145,7 +145,7 @@ class NextLetter(ToyExecutor):
         (rows, parts), V = batch.rows(), self.model.config.vocab_size
         ids = torch.from_numpy(batch.tokens)
         logits = torch.full((len(rows), V), -1000.0).scatter_(1, (ids[rows, None] + 1) % V, 0.0)
-        return drawn_from(logits, batch, parts)
+        return outputs_of(logits, batch, parts)
 
 
 class Saying(ToyExecutor):
@@ -158,7 +158,7 @@ class Saying(ToyExecutor):
         for s, part in zip(batch.sequences, parts):
             if part.stop > part.start:
                 logits[part.stop - 1, self.says[min(s.n_drawn, len(self.says) - 1)]] = 0.0
-        return drawn_from(logits, batch, parts)
+        return outputs_of(logits, batch, parts)
 
 
 def version_of(model):
