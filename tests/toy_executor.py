@@ -76,7 +76,7 @@ class ToyExecutor:
                 tokens[i] = token
                 found[i].append(token)
                 kept[i].append(row)
-            ended = any(found[i][-1] in batch.sequences[i].settings.stops for i in going)
+            ended = any(found[i][-1] in batch.sequences[i].settings.stop_ids for i in going)
             going = [] if ended or batch.is_late() else [i for i in going if len(found[i]) < batch.n_steps[i]]
         return [SequenceOutput(tokens, torch.stack(rows) if keep else None)
                 for tokens, rows, keep in zip(found, kept, batch.logprobs)]
