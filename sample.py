@@ -258,10 +258,7 @@ def chat_with(model, tokenizer, dev, first, given):
 
 
 def engine_for(model, tokenizer, n_sequences, n_tokens, pool, dev):
-    """
-    An `Engine` for so many sequences of so many tokens, with the executor that was asked for; stderr is told which it
-    is.
-    """
+    """An `Engine` for so many sequences of so many tokens, with the executor that was asked for; stderr says which."""
     if not use_cache:
         engine = Engine(model, UncachedExecutor(model), NoPool(), most_running=n_sequences)
     else:

@@ -18,7 +18,7 @@ proposes its tokens.
     choice       how many threads: found by timing
     changes      which models the executors know
     speculative  an executor around an executor: drafts propose tokens, and the same tokens come in fewer steps
-    drafts       who proposes them: fewer bits, the text, another model
+    drafts       who proposes them: fewer bits, the sequence itself, another model
     kernel/      what numba compiles: a whole step of a GPT on the CPU
     gpu/         the executor for CUDA, with Triton kernels
 """
@@ -84,11 +84,11 @@ def converted(model, name, dtype=None):
     The model, its weights in a type that the executor `name` of `best` reads. dtype: on CUDA, the one in which the
     kernels compute; None leaves the weights as they are.
     """
-    weight = model.lm_head.weight
-    if weight.device.type == 'cuda':
+    device = model.transformer.ln_f.weight.device.type
+    if device == 'cuda':
         return model if dtype is None else model.to(dtype)
-    as_it_is = name != 'eager' and model.transformer.ln_f.weight.device.type == 'cpu' and weight.dtype in MODEL_DTYPES
-    return model if as_it_is else model.float()
+    is_read = device == 'cpu' and name != 'eager' and model.lm_head.weight.dtype in MODEL_DTYPES
+    return model if is_read else model.float()
 
 
 def best(model, batch_size, weights='float32', threads=None, name='auto', speculate='off', draft=None, dtype='float32',
@@ -103,9 +103,8 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
         uses; None or 0 lets it choose by timing a few steps. Where one of the two is given, it is that executor or a
         ValueError.
     speculate: who proposes tokens to the numba executor, see `speculative`: 'int4' or 'int8', the same weights in fewer
-        bits; 'ngram', the text; 'off', nobody. 'auto' is the type in DRAFTS for weights of DRAFTED_BYTES or more and
-        up to DRAFTED_SEQUENCES sequences. draft: a `drafts.ModelDraft`, which takes the place of what 'auto'
-        would choose.
+        bits; 'ngram', the sequence itself; 'off', nobody. 'auto' is the type in DRAFTS for weights of DRAFTED_BYTES or
+        more and up to DRAFTED_SEQUENCES sequences, or `draft`, a `drafts.ModelDraft`.
     dtype, kv_bits: of `device.autocast` around the calls, and of the `Engine`.
 
     Raises ValueError for an executor that does not exist or does not work here, and for settings that it does not have.
@@ -118,7 +117,10 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     if name == 'eager' or name == 'auto' and not on_cuda and not asked and not (on_cpu and is_plain):
         return EagerExecutor(model)
     try:
-        return on_gpu(model) if on_cuda else on_numba(model, batch_size, weights, threads, speculate, draft)
+        if not on_cuda:
+            return on_numba(model, batch_size, weights, threads, speculate, draft)
+        from decode.gpu.executor import GPUExecutor  # Triton is on CUDA's machines alone
+        return GPUExecutor(model)
     except ValueError as e:
         if name != 'auto':
             raise
@@ -126,12 +128,6 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
             raise ValueError(f"{asked} cannot be had: {e}") from e
         print(f"decoding eagerly: {e}", file=sys.stderr)
     return EagerExecutor(model)
-
-
-def on_gpu(model):
-    """The executor with Triton kernels. Imported here: Triton is on CUDA's machines alone."""
-    from decode.gpu.executor import GPUExecutor
-    return GPUExecutor(model)
 
 
 def on_numba(model, batch_size, weights, threads, speculate, draft):

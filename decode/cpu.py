@@ -95,8 +95,7 @@ class CPUExecutor:
 
     def execute_model(self, batch):
         """
-        Compute the new tokens of a `Batch`, and draw behind them: a `SequenceOutput` for each sequence. It is vLLM's
-        call.
+        Compute the new tokens of a `Batch` and draw behind them: a `SequenceOutput` for each sequence. As in vLLM.
 
         The bits of a row's logits do not depend on the other sequences, on how a prompt is divided into steps, on the
         slots or on the number of threads. `Refused`, with nothing written, on tokens, positions and runs that do not

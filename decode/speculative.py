@@ -175,8 +175,8 @@ class Pace:
         """Go on with the best k, or with plain steps if it is not expected to be GAIN times as fast as these."""
         k, plain, chunks = np.arange(1, MOST_PROPOSALS + 1), self.plain.usual(), self.chunk_times()
         rounds = k * self.draft.usual() + chunks[1:]
-        share, offers = self.accepted / max(self.tried, 1), self.offered / self.asked
-        n_tokens, ns = 1 + offers * np.cumsum(share**k), offers * rounds + (1 - offers) * chunks[0]
+        acceptance, offers = self.accepted / max(self.tried, 1), self.offered / self.asked
+        n_tokens, ns = 1 + offers * np.cumsum(acceptance**k), offers * rounds + (1 - offers) * chunks[0]
         best = int((n_tokens / ns).argmax())
         if n_tokens[best] * plain >= GAIN * ns[best] and (self.trial or self.given * plain > self.ns):
             self.k, self.n_failed = int(k[best]), 0

@@ -88,8 +88,7 @@ class Engine:
         self.notice_changes()
         sequences = [
             Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stop_ids, min_tokens, logit_bias, prompt, **values),
-                     max_new_tokens, c.max_positions, n_kept, keep, salt, prompt_logits and i == 0, logprobs,
-                     most_ahead)
+                     max_new_tokens, c.max_positions, n_kept, keep, salt, prompt_logits and not i, logprobs, most_ahead)
             for i in range(n)]
         for s in sequences if constraint else ():
             s.constraint = constraint.for_sample(s.settings.stop_ids)

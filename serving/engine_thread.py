@@ -137,7 +137,7 @@ class EngineThread:
     def state(self):
         """
         The pool and the queue, a dict, see `stats.Snapshots`: as they are if the engine is idle, otherwise as they
-        were after a recent call. While it is looked at it is kept up to date; the first call may find an old one.
+        were after a recent call. While it is looked at it is kept up to date; the first look may find an old one.
         """
         self.looked_at = time.monotonic()
         with self.condition:
