@@ -106,8 +106,8 @@ class UncachedExecutor:
         """See `decode.cpu.CPUExecutor.execute_model`. Sequences of different lengths are computed one by one."""
         check_step(self.model, batch)
         _, parts = batch.rows()
-        prompts = torch.from_numpy(batch.tokens).to(self.model.lm_head.weight.device).split(batch.counts)
-        together = [prompts] if len(set(batch.counts)) == 1 else [[one] for one in prompts]
+        tokens = torch.from_numpy(batch.tokens).to(self.model.lm_head.weight.device).split(batch.counts)
+        together = [tokens] if len(set(batch.counts)) == 1 else [[one] for one in tokens]
         with torch.inference_mode():
             logits = torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])
             if not are_numbers(logits[:, 0]):

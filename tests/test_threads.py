@@ -2,6 +2,7 @@
 Which executor `decode.best` takes; how many threads numba's finds to be the fastest; its process: interrupts at any
 time, forks, its end.
 """
+import itertools
 import linecache
 import os
 import signal
@@ -31,6 +32,10 @@ def test_best_is_the_one_place_that_picks_an_executor():
     assert name(1).startswith('numba') and name(1, name='cpu', threads=1).endswith('1 thread')
     assert name(decode.LARGEST_BATCH + 1) == name(1, name='eager') == 'PyTorch, eager'
     assert 'int8' in name(decode.LARGEST_BATCH + 1, weights='int8')
+    assert name(1, dtype='bfloat16') == name(1, kv_bits=8) == 'PyTorch, eager', "numba's has neither for these heads"
+    for given, decoder, dtype in itertools.product((torch.float16, torch.bfloat16), ('auto', 'eager'), (None, 'any')):
+        taken = torch.bfloat16 if (given, decoder) == (torch.bfloat16, 'auto') else torch.float32
+        assert decode.converted(model_of('learned').to(given), decoder, dtype).lm_head.weight.dtype is taken
     with pytest.raises(ValueError, match='threads=1000000 cannot be had'):
         decode.best(model, 1, threads=10 ** 6)
     for wrong in (dict(weights='int2'), dict(threads=0), dict(threads=10 ** 6)):
