@@ -31,9 +31,9 @@ from chat.conversation import Conversation, talk
 from decode.draw import DrawSettings, draw
 from decode.eager import UncachedExecutor
 from device import DTYPES, autocast, pick_device, pick_dtype, share_cores, synchronize
-from engine.engine import PAGE_SIZE, Engine, draft_of, pool_for
+from engine.engine import PAGE_SIZE, Engine, pool_for
 from formats.pretrained import generation_defaults
-from kvcache import NoPool, PagePool, bytes_of_slots, pages_for
+from kvcache import NoPool, PagePool, bytes_of_slots, make_layers, pages_for
 from kvcache.storage import free_memory
 from serving.constraints import Vocabulary, compiled
 from tokenizer import TextStream, read_text
@@ -263,8 +263,8 @@ def engine_for(model, tokenizer, n_sequences, n_tokens, pool, dev):
         engine = Engine(model, UncachedExecutor(model), NoPool(), most_running=n_sequences)
     else:
         proposer = draft and checkpoint.load_draft(draft, plain_model, model, tokenizer)
-        proposer = draft and draft_of(proposer, draft, pool_for(
-            proposer.config, min(n_sequences, decode.DRAFTED_SEQUENCES), n_tokens))
+        of_draft = draft and pool_for(proposer.config, min(n_sequences, decode.DRAFTED_SEQUENCES), n_tokens)
+        proposer = draft and decode.draft_of(proposer, draft, of_draft, make_layers(proposer, of_draft.n_slots))
         is_traced = debug_kv_model.tracing() and not decode.asked_of_the_kernel(weights, threads, speculate, draft)
         name = 'eager' if decoder == 'auto' and is_traced else decoder  # others have no trace
         executor = decode.best(model, n_sequences, weights, threads, name, 'off' if chat else speculate, proposer,

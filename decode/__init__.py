@@ -130,6 +130,15 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     return EagerExecutor(model)
 
 
+def draft_of(model, name, pool, layers):
+    """The `drafts.ModelDraft` of a model that a setting `draft` names, read in int8. layers: the slots of its pool."""
+    from decode.cpu import CPUExecutor
+    from decode.drafts import ModelDraft
+    executor = CPUExecutor(model, 'int8')
+    executor.hold(layers)
+    return ModelDraft(executor, pool, name)
+
+
 def on_numba(model, batch_size, weights, threads, speculate, draft):
     """The executor on numba, with a draft if there is one. Imported here: numba takes a second to import."""
     from decode.cpu import CPUExecutor

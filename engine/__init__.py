@@ -5,7 +5,7 @@ Generation: which tokens of which sequences each call of an executor computes.
     scheduler    who is in the next call
     engine       the loop: add, step; stream and generate
 """
-from engine.engine import Engine, default_pool, draft_of, pool_for
+from engine.engine import Engine, default_pool, pool_for
 from engine.sequence import Sequence
 
-__all__ = ['Engine', 'Sequence', 'default_pool', 'draft_of', 'pool_for']
+__all__ = ['Engine', 'Sequence', 'default_pool', 'pool_for']

@@ -334,15 +334,6 @@ def default_pool(config, n_pages=None, page_size=PAGE_SIZE):
     return PagePool(n_pages, page_size, c.window, c.n_sink)
 
 
-def draft_of(model, name, pool):
-    """The `ModelDraft` of the model that a setting `draft` names, read in int8, on the slots of a pool."""
-    from decode.cpu import CPUExecutor
-    from decode.drafts import ModelDraft
-    executor = CPUExecutor(model, 'int8')
-    executor.hold(make_layers(model, pool.n_slots, executor.type_kv))
-    return ModelDraft(executor, pool, name)
-
-
 def pool_for(config, n_sequences, n_tokens):
     """
     A pool for so many sequences of up to n_tokens tokens each, which all run at once. A page is as large as a sequence

@@ -232,7 +232,7 @@ def check_memory(model, n_slots, type_kv):
                          "GB of memory are free: take a smaller batch_size, max_new_tokens or n_blocks, or kv_bits=8")
 
 
-def make_layers(model, n_slots, type_kv):
+def make_layers(model, n_slots, type_kv='float32'):
     """A `Layer` of n_slots slots for each layer of a model, on its device. ValueError if memory is short."""
     check_memory(model, n_slots, type_kv)
     c, scratch = model.config, Scratch()

@@ -12,9 +12,9 @@ import decode
 import model as plain_model
 from chat.template import ChatTemplate
 from device import pick_device
-from engine import Engine, default_pool, draft_of
+from engine import Engine, default_pool
 from formats.pretrained import generation_defaults
-from kvcache import bytes_of_slots
+from kvcache import bytes_of_slots, make_layers
 from serving.engine_thread import EngineThread
 from serving.served import Served
 from tokenizer import read_text
@@ -44,8 +44,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     """
     defaults = generation_defaults(init_from, generation_config)
     dev, budget = pick_device(device), max_num_batched_tokens
-    on_cuda = dev.startswith('cuda')
-    dtype = None
+    on_cuda, dtype = dev.startswith('cuda'), None
     if on_cuda and weights == 'bfloat16':  # there it is the dtype of the model, in which it computes
         dtype, weights = torch.bfloat16, 'float32'
     decode.check_choice(decoder, weights, threads, dev, speculate=speculate, draft=draft)
@@ -59,7 +58,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         copy_weights(model)
     decode.converted(model, decoder, dtype)
     proposer = draft and copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer))
-    proposer = draft and draft_of(proposer, draft, default_pool(proposer.config))
+    of_draft = draft and default_pool(proposer.config)
+    proposer = draft and decode.draft_of(proposer, draft, of_draft, make_layers(proposer, of_draft.n_slots))
     executor = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
     print(f"decoder: {executor.name}", file=sys.stderr)
     if on_cuda:

@@ -6,17 +6,17 @@ import numpy as np
 import torch
 from tiny_models import VOCAB
 
+import decode
 from decode.cpu import CPUExecutor
 from decode.speculative import Drafting, Pace
-from engine import draft_of
-from kvcache import PagePool
+from kvcache import PagePool, make_layers
 
 
 def model_draft(model, n_pages=64, page_size=4):
     """The `ModelDraft` of a model, with a pool of so many pages."""
     c = model.config
     pool = PagePool(n_pages, page_size, c.window, c.n_sink)
-    return draft_of(model, 'another model', pool)
+    return decode.draft_of(model, 'another model', pool, make_layers(model, n_pages * page_size))
 
 
 class AnyPace(Pace):
