@@ -7,6 +7,7 @@ import torch
 
 from decode.kernel import layout, sampling
 from decode.kernel.attention import ATTENTION_ON, KINDS
+from decode.kernel.attention_tile import EIGHT, N_WEIGHED
 from decode.kernel.layout import GROUP, WEIGHT_GROUP
 from decode.kernel.linears import GELU, GELU_TANH, SWIGLU
 from decode.kernel.threads import aligned, n_cores
@@ -52,7 +53,10 @@ def scratch_of(config, n_rows):
     C_p, n_scores = padded(c.n_embd, GROUP), padded(most_keys(c), LANES) + LANES
     K_p = padded(max(c.n_embd, c.n_inner, c.n_head * c.head_dim), GROUP)  # the most inputs of a linear
     return {layout.NORMED: aligned((n_rows, C_p), np.float32),
-            layout.SCORES: aligned((c.n_head // c.n_kv_head, n_scores), np.float32),
+            layout.SCORES: aligned((max(EIGHT, c.n_head // c.n_kv_head), n_scores), np.float32),
+            layout.KEYS: aligned((n_scores, c.head_dim), np.float32),  # memory that is not touched is not taken
+            layout.VALUES: aligned((n_scores, c.head_dim), np.float32),
+            layout.EIGHTS: aligned((EIGHT, N_WEIGHED, 2, LANES), np.float32),
             layout.HEAD: aligned(padded(c.head_dim, LANES), np.float32),
             layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
             layout.ROUNDED: aligned((n_rows, K_p), np.uint8),

@@ -231,6 +231,21 @@ def test_rounded_keys_and_values(kind, kv, worst):
     in_any_batches(Slots(executor, 'pages', kv), all_texts, random.Random(0), check)
 
 
+@pytest.mark.parametrize('kv', ['float32', 'bfloat16', 'int8'])
+@pytest.mark.parametrize('kind, n_kv_head', [('llama', 1), ('alibi', 4), ('learned', 2)])
+def test_long_prompts_have_the_bits_of_single_tokens(kind, n_kv_head, kv):
+    """Rows of a prompt share tiles of keys and values, whole and half empty ones, beside others in the batch."""
+    for head_dim, seed in itertools.product((32, 64, 96), range(sizes(1, 4))):
+        model = model_of(kind, seed, block_size=150, n_embd=4 * head_dim, n_kv_head=n_kv_head, n_layer=1)
+        executor, chooser = CPUExecutor(model, threads=TWO), random.Random(f'{kind} {kv} {head_dim} {seed}')
+        all_texts = texts(2, 150, seed)
+        same, slots = alone(executor, all_texts, kv), Slots(executor, 'pages', kv)
+        while (done := all_texts[0].n_computed) < 150:
+            n = min(150 - done, chooser.choice([1, 4, 5, 16, 23, 57, 90]))
+            for logits, expected in zip(slots.logits(dict.fromkeys(all_texts, n)), same):
+                assert torch.equal(logits, expected[done:done + n]), (head_dim, seed, done, n)
+
+
 @pytest.mark.parametrize('weights', WEIGHTS)
 def test_batches_of_1_to_64(weights):
     executor, most = CPUExecutor(model_of('learned'), weights, TWO), texts(64, 4)

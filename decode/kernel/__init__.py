@@ -5,6 +5,7 @@ The decode step that numba compiles: a whole step of a GPT on the CPU as one fun
     layout       the two tables that it shares with the Python code that calls it
     norms        norms of rows and of heads
     linears, attention            the parts of a GPT that take time
+    attention_tile                attention of several queries of a prompt at once
     sampling     the next token of each row of logits
     vectors      vector instructions
     threads      counters, waiting, and the worker threads

@@ -17,6 +17,15 @@ from llvmlite import ir
 from numba import njit, types
 
 from decode.kernel import layout
+from decode.kernel.attention_tile import (
+    EIGHT,
+    N_SCORED,
+    N_WEIGHED,
+    score_tile,
+    store_transposed,
+    sum_of_eight,
+    weigh_tile,
+)
 from decode.kernel.building import CFunction
 from decode.kernel.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD
 from decode.kernel.norms import head_norm
@@ -73,7 +82,11 @@ Slots = namedtuple('Slots', 'offsets head')
 # position as the sinks see it, see model.py's GPTConfig
 Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 
+# arrays of a thread, see layout.py
+Scratch = namedtuple('Scratch', 'scores keys values eights')
+
 ZERO = np.int64(0)  # a plain 0 is of a type of its own, for which numba would compile a function again
+TOGETHER = 16  # queries of a sequence with the same keys for which these are copied, so that tiles can read them
 SHIFT = KV_GROUP.bit_length() - 1  # from the index of a number to that of its scale
 
 
@@ -175,6 +188,15 @@ def store_row(builder, array, i, sums, factor, n):
         emit_store_first(builder, array, builder.add(i, before), builder.fmul(v, factor), builder.sub(n, before))
 
 
+@instruction(types.UniTuple(floats, LANES))
+def load_rows(builder, array, scales, i, offsets, key, last):
+    """array[i + offsets[k] : + LANES] for LANES keys k from `key` on; `last` takes the place of those behind it."""
+    keys = [builder.add(key, I64(r)) for r in range(LANES)]
+    keys = [builder.select(builder.icmp_signed('<', k, last), k, last) for k in keys]
+    at = [builder.add(i, emit_load(builder, address(builder, offsets, k), 8)) for k in keys]
+    return [emit_load_stored(builder, array, scales, i) for i in at]
+
+
 rows_at, eight_rows_at = positions_of_rows(LANES), positions_of_rows(8)
 
 
@@ -197,7 +219,9 @@ def attention_on(dtype):
         write_keys_values(memory, sizes, layer, kv_heads, stored, floats_at(memory[scratch + layout.HEAD]))
         every = layer < sizes[layout.N_LAYER] - 1 or sizes[layout.N_WANTED] == sizes[layout.N_ROWS]
         n_queries = sizes[layout.N_ROWS] if every else sizes[layout.N_WANTED]
-        attend(memory, sizes, heads, stored, n_queries, every, floats_at(memory[scratch + layout.SCORES]))
+        attend(memory, sizes, heads, stored, n_queries, every, Scratch(
+            floats_at(memory[scratch + layout.SCORES]), floats_at(memory[scratch + layout.KEYS]),
+            floats_at(memory[scratch + layout.VALUES]), floats_at(memory[scratch + layout.EIGHTS])))
         return 0
     return CFunction(layer_attention)
 
@@ -309,17 +333,25 @@ def write_keys_values(memory, sizes, layer, kv_heads, stored, prepared):
 
 
 @njit
-def attend(memory, sizes, heads, stored, n_queries, every, scores):
+def attend(memory, sizes, heads, stored, n_queries, every, scratch):
     """
     Attend with the queries of heads = (from, to): those of all rows if `every`, otherwise of the first n_queries rows
     of WANTED. y: one row for each, in the same order.
     """
     wanted, positions = longs_at(memory[layout.WANTED]), longs_at(memory[layout.POSITIONS])
-    of_row = longs_at(memory[layout.SEQ_OF_ROW])
+    of_row, starts = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.QUERY_STARTS])
     group, n_sink, window = sizes[N_HEAD] // sizes[N_KV_HEAD], sizes[layout.N_SINK], sizes[layout.WINDOW]
-    sequences = longs_at(memory[layout.SEQUENCES])
+    sequences, tiled = longs_at(memory[layout.SEQUENCES]), every and window == 0 and sizes[HEAD_DIM] % (2 * LANES) == 0
+    done = 0
     for i in range(n_queries):
         row = i if every else wanted[i]
+        n_rows = starts[of_row[row] + 1] - row
+        if row < done:
+            continue
+        if tiled and n_rows * group >= TOGETHER:
+            attend_rows(memory, sizes, stored, row, n_rows, heads, scratch)
+            done = row + n_rows
+            continue
         position = positions[row]
         # the keys that are seen, as entries of OFFSETS: the sinks, and the last ones up to the row's own position
         n_sinks = min(n_sink, position + 1)
@@ -328,7 +360,80 @@ def attend(memory, sizes, heads, stored, n_queries, every, scores):
         seen = Seen(a, a + n_sinks, end - n_last, end, min(position, n_sink + window - 1) if n_sink else position)
         for kv_head in range(heads[0] // group, (heads[1] + group - 1) // group):
             of_group = max(heads[0], kv_head * group), min(heads[1], kv_head * group + group)
-            attend_row(memory, sizes, stored, row, kv_head, of_group, seen, scores, i)
+            attend_row(memory, sizes, stored, row, kv_head, of_group, seen, scratch.scores, i)
+
+
+@njit
+def copy_keys_values(stored, slots, first, n_keys, head_dim, scratch):
+    """
+    Copy the keys and values of a head, those of n_keys entries of OFFSETS from `first` on, to the scratch, as float32:
+    keys as `score_tile` reads them, values row by row.
+    """
+    n_chain = head_dim // LANES
+    for key in range(0, n_keys, LANES):
+        for c in range(n_chain):
+            rows = load_rows(stored.k, stored.k_scale, slots.head + c * LANES, slots.offsets, first + key,
+                             first + n_keys - 1)
+            store_transposed(rows, scratch.keys, key * head_dim + c * LANES, n_chain * LANES)
+    for key in range(n_keys):
+        at = slots.offsets[first + key] + slots.head
+        for i in range(0, head_dim, LANES):
+            store(scratch.values, key * head_dim + i, load_stored_first(stored.v, stored.v_scale, at + i, LANES))
+
+
+@njit
+def attend_rows(memory, sizes, stored, row, n_rows, heads, scratch):
+    """
+    The queries of n_rows rows of a sequence, from `row` on, each of which sees all keys up to its own: what
+    `attend_row` computes for each, to the bit. Those that see as many whole eights of keys are computed together.
+    """
+    group, position = sizes[N_HEAD] // sizes[N_KV_HEAD], longs_at(memory[layout.POSITIONS])[row]
+    first = longs_at(memory[layout.SEQUENCES])[
+        longs_at(memory[layout.SEQ_OF_ROW])[row] * layout.N_SEQUENCE_COLUMNS + layout.FIRST_OFFSET]
+    for kv_head in range(heads[0] // group, (heads[1] + group - 1) // group):
+        slots = Slots(longs_at(memory[layout.OFFSETS]), kv_head * sizes[HEAD_STRIDE])
+        copy_keys_values(stored, slots, first, position + n_rows, sizes[HEAD_DIM], scratch)
+        for head in range(max(heads[0], kv_head * group), min(heads[1], kv_head * group + group)):
+            i = 0
+            while i < n_rows:
+                n = min(EIGHT - (position + i + 1) % EIGHT, n_rows - i)
+                attend_eight(memory, sizes, row + i, n, head, scratch)
+                i += n
+
+
+@njit
+def attend_eight(memory, sizes, row, n, head, scratch):
+    """The queries of n rows from `row` on, eight at most, for one head, whose keys and values are in the scratch."""
+    head_dim, n_head = sizes[HEAD_DIM], sizes[N_HEAD]
+    q, q_stride, y, y_stride = (floats_at(memory[layout.Q]), n_head * head_dim, floats_at(memory[layout.Y]),
+                                padded(n_head * head_dim, GROUP))
+    position = longs_at(memory[layout.POSITIONS])[row]
+    n_keys, scores, eights = position + n, scratch.scores, scratch.eights
+    stride = padded(n_keys, LANES) + LANES
+    for key in range(0, n_keys, LANES):
+        for r in range(0, n, N_SCORED):
+            score_tile(q, (row + r) * q_stride + head * head_dim, q_stride, n - r, scratch.keys, key * head_dim,
+                       head_dim // LANES, scores, r * stride + key, stride)
+    scale, slope = splat(np.float32(1 / math.sqrt(head_dim))), splat(floats_at(memory[layout.SLOPES])[head])
+    for r in range(n):
+        seen = position + r + 1
+        for key in range(0, seen, LANES):
+            at = r * stride + key
+            store(scores, at, fma(load(scores, at), scale, slope * lanes_from(key + 1 - seen)))
+        scores[r * stride + seen] = softmax(scores, r * stride, seen)  # behind the weights of its row
+    whole = (position + 1) // EIGHT
+    for i in range(0, head_dim, 2 * LANES):
+        for first in range(0, n, N_WEIGHED):
+            for r in range(EIGHT):
+                weigh_tile(scratch.values, r * head_dim + i, EIGHT * head_dim, whole, scores, first * stride + r,
+                           stride, n - first, eights, r * LANES)
+            for r in range(first, min(n, first + N_WEIGHED)):
+                w, seen = r * stride, position + r + 1
+                for m in range(2):
+                    total = constant(0) + sum_of_eight(eights, (2 * (r - first) + m) * EIGHT * LANES)
+                    for key in range(EIGHT * whole, seen):
+                        total = fma(load(scratch.values, key * head_dim + i + m * LANES), splat(scores[w + key]), total)
+                    store(y, (row + r) * y_stride + head * head_dim + i + m * LANES, total * splat(scores[w + seen]))
 
 
 @njit

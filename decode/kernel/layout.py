@@ -79,13 +79,15 @@ FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
 
 # each thread's scratch: the address at memory[SCRATCH + N_SCRATCH * thread + ...] of
 (NORMED,        # float32 (rows, n_embd padded): rows behind a norm
- SCORES,        # float32 (heads of a group, keys padded): attention scores of one row's queries
+ SCORES,        # float32 (8 or the heads of a group, keys padded): attention scores of some queries
+ KEYS, VALUES,  # float32 (keys padded, head_dim): keys and values of one head, for the rows of a prompt
+ EIGHTS,        # float32 (8, LANES / 2, 2, LANES): sums of values, see attention_tile.py
  HEAD,          # float32 (head_dim padded): a key behind its norm and its rotation
  SUMS,          # float32 (SUMMED_ROWS, SHEET, LANES): sums of some rows with a sheet
  ROUNDED,       # uint8 (rows, the most inputs of a linear): rows rounded to int8
  SCALES,        # float32 (rows, groups): their scales
  STARTS,        # int32 (rows, groups of weights): where their sums with int4 weights begin
- N_SCRATCH) = range(8)
+ N_SCRATCH) = range(11)
 
 # why a step is refused
 BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT = range(1, 5)
