@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -63,12 +64,9 @@ class Packed:
         for w, _ in self.linears:  # the largest bytes beside each other
             w[0], w[1] = 1, torch.arange(w.size(1)) % 2 * 2.0 - 1
         model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
-        whole, weights_of_decoder.linears_of = weights_of_decoder.linears_of, lambda *_: [*self.linears, LM_HEAD]
-        try:
+        with self.in_a_model():
             self.packed = PackedWeights(model, weights)
-            self.packed.fill()
-        finally:
-            weights_of_decoder.linears_of = whole
+        self.fill()
         K = max(padded(k, GROUP) for _, k in shapes)
         self.claims, scratch = aligned(LINE * len(shapes), np.int64), {
             layout.SUMS: aligned(SUMMED_ROWS * SHEET * LANES, np.float32),
@@ -80,6 +78,17 @@ class Packed:
         self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH, np.int64)
         for index, array in self.arrays.items():
             self.memory[index] = array.ctypes.data
+
+    @contextmanager
+    def in_a_model(self):
+        """Within it, these linears are those of any model."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weights_of_decoder, 'linears_of', lambda *_: [*self.linears, LM_HEAD])
+            yield
+
+    def fill(self):
+        with self.in_a_model():
+            self.packed.fill()
 
     def inputs(self, number):
         """x (rows, K), zeros where K is padded."""
@@ -132,8 +141,22 @@ class Packed:
         return x @ w.t() + bias, bound
 
 
+def check_bytes():
+    """Each product of two numbers of -127 to 127, inputs times int8 weights, against NumPy's integers."""
+    packed, n_rows = Packed('int8', [(256, 320)]), 3
+    j = torch.arange(320)
+    x = torch.where(j % GROUP == 0, 127, (j - j // GROUP - 1) % 255 - 127)  # 127 in each group: the scale is 1
+    w = (torch.arange(256)[:, None] + j) % 255 - 127                        # each of -127 ... 127 for each input
+    packed.linears[0][0][:] = w
+    packed.fill()
+    out = packed(0, x.float().repeat(n_rows, 1), n_rows, STORE, torch.zeros(n_rows, 256))
+    assert torch.equal(out.long(), torch.from_numpy(x.numpy() @ w.numpy().T).repeat(n_rows, 1))
+
+
 def check(weights, shapes):
     """All that is promised of a linear. Returns a hash of all outputs."""
+    if weights == 'int8':
+        check_bytes()
     packed, digest = Packed(weights, shapes), hashlib.sha256()
     for number, (n, _) in enumerate(shapes):
         x, n_panels = packed.inputs(number), -(-n // LANES)
@@ -177,7 +200,7 @@ def check_finite(weights, shapes):
         for n_threads in (1, 2):
             assert packed(number, x, 9, STORE, out, n_threads=n_threads)[:, n - 1].isnan().sum() == 9
             assert packed.finite.count(False) == 1
-        packed.packed.fill()
+        packed.fill()
 
 
 @pytest.mark.parametrize('weights', sizes(['int8'], WEIGHTS))

@@ -46,6 +46,7 @@ from decode.kernel.layout import (
 )
 from decode.kernel.threads import LINE, claim, share
 from decode.kernel.vectors import (
+    ARM,
     F32,
     FLOATS,
     I1,
@@ -81,12 +82,13 @@ from decode.kernel.vectors import (
     sum_lanes,
 )
 
-# How the products of four bytes are added to an int32. VNNI has one instruction, for unsigned times signed bytes. AVX2
-# has one for pairs, in 16 bits that must not overflow: the size of a byte times the other one with its sign. Elsewhere
-# bytes are shifted out of their numbers.
+# How the products of four bytes are added to an int32. VNNI has one instruction, for unsigned times signed bytes; ARM
+# has one for signed bytes, sdot. AVX2 has one for pairs, in 16 bits that must not overflow: the size of a byte times
+# the other one with its sign. Elsewhere bytes are shifted out of their numbers.
 VNNI = {8: 'avxvnni', 16: 'avx512vnni'}[LANES]
-DOT = 'vnni' if features.get(VNNI) else 'avx2' if LANES == 8 and features.get('avx2') else 'shifts'
-ADDED = 0 if DOT == 'avx2' else 128  # to the inputs of int8 weights, so that they are unsigned
+DOT = ('vnni' if features.get(VNNI) else 'avx2' if LANES == 8 and features.get('avx2')
+       else 'sdot' if features.get('dotprod') else 'shifts')
+ADDED = 128 if DOT in ('vnni', 'shifts') else 0  # to the inputs of int8 weights, so that they are unsigned
 BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
 INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4, I32: 8}  # of packed weights, by their type; int4 are packed as uint32
 INT4_VECTORS = 1 + GROUP // 8  # of int4 weights, for GROUP inputs
@@ -99,6 +101,9 @@ ONE_OF_SEVERAL = {F32: 6, I16: 5, I8: 8, I32: 8}
 if LANES == 8:
     TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 2, 2, 2, 2), I32: (4, 4, 2, 2, 2, 2)}
     ONE_OF_SEVERAL = {F32: 6, I16: 4, I8: 6, I32: 6}
+if ARM:  # a vector is two of its 32 registers, and weights that were unpacked stay in them for all rows of a tile
+    TILES |= {I16: (4, 2, 2, 2), I32: (4, 2, 2, 2)}
+    ONE_OF_SEVERAL[I32] = 4
 # Tiles of so many rows and more prefetch weights. Prefetching for a single row made a step 0.76 to 1.02 times as fast
 # (S, M, L with each type of weights, on an AMD EPYC of the Zen 4 kind).
 PREFETCH_ROWS = 3
@@ -321,13 +326,21 @@ def of_each_input(builder, v, inputs):
 def dot_bytes(builder, sums, a, b):
     """
     sums + the dot products of four uint8 of a with four int8 of b, lane by lane (a and b as int32). With AVX2 no
-    products of two bytes beside each other may add up to more than 32,767.
+    products of two bytes beside each other may add up to more than 32,767; with sdot the bytes of a are int8 too.
     """
     if DOT == 'vnni':
         return call(builder, f'llvm.x86.avx512.vpdpbusd.{32 * LANES}', INTS, sums, a, b)
     if DOT == 'avx2':
         pairs = call(builder, 'llvm.x86.avx2.pmadd.ub.sw', SHORTS, *[builder.bitcast(v, BYTES) for v in (a, b)])
         return builder.add(sums, call(builder, 'llvm.x86.avx2.pmadd.wd', INTS, pairs, same(1, SHORTS)))
+    if DOT == 'sdot':  # of four lanes
+        halves, four, bytes_of_four = [], ir.VectorType(I32, 4), ir.VectorType(I8, 16)
+        for first in range(0, LANES, 4):
+            lanes = ir.Constant(four, list(range(first, first + 4)))
+            of_sums, *of_bytes = (builder.shuffle_vector(v, v, lanes) for v in (sums, a, b))
+            halves.append(call(builder, 'llvm.aarch64.neon.sdot.v4i32.v16i8', four, of_sums,
+                               *[builder.bitcast(v, bytes_of_four) for v in of_bytes]))
+        return builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
     for byte in range(4):
         up = same(24 - 8 * byte, INTS)
         a_byte = builder.lshr(builder.shl(a, up), same(24, INTS))

@@ -6,9 +6,12 @@ vector instruction that the decode step needs is a function here that compiled c
 Arithmetic is IEEE's: a NaN goes in, a NaN comes out. Positions in arrays are in elements, arrays are one-dimensional
 and contiguous, and no function checks bounds.
 """
+import ctypes
 import functools
 import operator
 import os
+import platform
+import sys
 
 import llvmlite.binding as llvm
 import numba
@@ -21,6 +24,11 @@ from numba.extending import intrinsic, models, overload, register_model
 # Code for an older processor, for tests and benchmarks: its features are all that is used
 CPUS = {'avx2': ('haswell', {'avx2': True}), 'avxvnni': ('alderlake', {'avx2': True, 'avxvnni': True})}
 features = llvm.get_host_cpu_features()
+ARM = platform.machine() in ('aarch64', 'arm64')
+if ARM and 'dotprod' not in features:  # LLVM does not look for it
+    features['dotprod'] = sys.platform == 'darwin' or sys.platform == 'linux' and bool(
+        ctypes.CDLL(None).getauxval(16) >> 20 & 1)  # HWCAP_ASIMDDP of AT_HWCAP
+    numba.config.CPU_FEATURES = features.flatten()
 if asked := os.environ.get('DECODE_CPU'):
     if asked not in CPUS:
         raise ValueError(f"DECODE_CPU must be {' or '.join(CPUS)}, or left out, not {asked!r}")
