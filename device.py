@@ -6,7 +6,9 @@ import statistics
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -66,6 +68,34 @@ def synchronize(device):
         torch.cuda.synchronize()
     elif device.startswith('mps'):
         torch.mps.synchronize()
+
+
+@contextmanager
+def torch_on_one_thread():
+    """
+    Inside, torch computes on one thread. Its other threads would spin for a while after each operation, on a core that
+    others need.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def side_by_side(function, items):
+    """
+    [function(item), ...] on as many Python threads as torch has, for what computes without Python's lock. Torch uses
+    one thread in each. Items are taken one by one, as there are threads for them.
+    """
+    n, going, results = torch.get_num_threads(), deque(), []
+    with torch_on_one_thread(), ThreadPoolExecutor(n) as pool:
+        for item in items:
+            if len(going) == n:
+                results.append(going.popleft().result())
+            going.append(pool.submit(function, item))
+        return results + [each.result() for each in going]
 
 
 def fastest_threads(step, rounds=5, seconds=2.0, limit=1.0, margin=0.1):

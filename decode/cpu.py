@@ -4,7 +4,6 @@ The executor for CPUs: the compiled step of kernel/ on the packed weights of a m
 A few steps are timed to choose the number of threads.
 """
 import time
-from contextlib import contextmanager
 from itertools import accumulate
 
 import numpy as np
@@ -19,6 +18,7 @@ from decode.kernel.step import PART_ON, check, step, team_for, workers
 from decode.kernel.threads import LINE, aligned, n_cores
 from decode.tables import DrawTable, KVAddresses, PackedModel, StepTables
 from decode.weights import WEIGHTS, PackedWeights, check_model, padded
+from device import torch_on_one_thread
 
 BYTES_A_THREAD = 2**22  # of weights, for which the first guess takes one more thread
 CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
@@ -40,7 +40,7 @@ class CPUExecutor:
     The weights are those of the moment when it was made, or of the last `refresh`. ValueError on a model that is not
     model.py's GPT in float32 or bfloat16 on the CPU.
     """
-    type_kv = 'float32'
+    type_kv, torch_on_one_thread = 'float32', staticmethod(torch_on_one_thread)
 
     def __init__(self, model, weights='float32', threads=None):
         if weights not in WEIGHTS:
@@ -59,7 +59,7 @@ class CPUExecutor:
             layout.BARRIER: aligned(LINE, np.int64),
             layout.CLAIMS: aligned((c.n_layer * LINEARS_PER_LAYER + 1, LINE), np.int64)}
         self.layers, self.draws = (), DrawTable(c.vocab_size)
-        self.refresh()
+        self.pack()
         team_for(self.weights, torch.float32, self.n_threads)
         DRAW.compiled  # noqa: B018 (it is compiled here)
 
@@ -70,28 +70,20 @@ class CPUExecutor:
         if shape_of(c) != self.shape:
             raise ValueError(f"the model's shape is {shape_of(c)}, and was {self.shape} when this executor was "
                              "made: make a new one")
+        self.pack()
+
+    def pack(self):
+        """Pack the weights. ns_packing: nanoseconds that it took."""
         with workers.lock:
-            packed = PackedModel(self.model, self.weights)
+            packed, began = PackedModel(self.model, self.weights), time.perf_counter_ns()
             self.packed_weights.fill()
+            self.ns_packing = time.perf_counter_ns() - began
             self.tables = self.tables_of(packed, 8, 8)
 
     def hold(self, layers):
         """Let the steps read and write these `kvcache.storage.Layer`s. ValueError if they cannot."""
         self.layers, self.kv = layers, KVAddresses(layers)
         team_for(self.weights, self.kv.dtype, self.n_threads)
-
-    @contextmanager
-    def torch_on_one_thread(self):
-        """
-        For a loop of steps: inside, torch computes on one thread. Its other threads would spin for a while after each
-        operation, on a core that the step needs.
-        """
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     def execute_model(self, batch):
         """

@@ -1,8 +1,9 @@
 """
 Who proposes tokens for `decode.speculative`: the same model with fewer bits, the sequence itself, or another model.
 
-A draft has a `name`; `hold(layers)` and `refresh()`, as executors have them; and `propose(batch, k, n_threads)`, which
-returns up to k proposals for each sequence of a batch that decodes, int64 (n, S), as many for each, n = 0 for none.
+A draft has a `name`; `hold(layers)` and `refresh()`, as executors have them; `propose(batch, k, n_threads)`, which
+returns up to k proposals for each sequence of a batch that decodes, int64 (n, S), as many for each, n = 0 for none; and
+`cost`, the nanoseconds that its first proposals are expected to take more than those behind them.
 """
 import numpy as np
 
@@ -39,13 +40,37 @@ class PackedDraft:
     """
     The model of an executor with its weights in `weights`, int8 or int4, over the same slots: it reads the keys and
     values that the model has computed, and writes its own for the proposals, over which the model then writes.
+
+    executor: of these weights, or None before it is first asked, as long as it is not known whether the texts are long
+    enough to be worth the packing. Weights that are read from a file for it are packed at once: later the file may be
+    gone.
     """
 
     def __init__(self, target, weights):
-        self.name, self.executor = f'{weights} weights', CPUExecutor(target.model, weights, target.n_threads)
-        self.hold, self.refresh = self.executor.hold, self.executor.refresh
+        self.name, self.target, self.weights, self.executor = f'{weights} weights', target, weights, None
+        if any(p.is_meta for p in target.model.parameters()):
+            self.pack()
+
+    def pack(self):
+        executor = CPUExecutor(self.target.model, self.weights, self.target.n_threads)
+        executor.hold(self.target.layers)
+        self.executor = executor
+
+    @property
+    def cost(self):
+        return 0 if self.executor else 2 * self.target.ns_packing
+
+    def hold(self, layers):
+        if self.executor:
+            self.executor.hold(layers)
+
+    def refresh(self):
+        if self.executor:
+            self.executor.refresh()
 
     def propose(self, batch, k, n_threads):
+        if not self.executor:
+            self.pack()
         self.executor.n_threads = n_threads
         return drawn_by(self.executor, batch.sequences, batch.tokens[:, None], k)
 
@@ -55,7 +80,7 @@ class NgramDraft:
     The sequence itself: its last n tokens have come before, and what came behind them is proposed; first n = LONGEST is
     looked for, last SHORTEST. Known as prompt lookup. ngrams: {sequence of the last call: its `Ngrams`}.
     """
-    name = 'n-grams of the text'
+    name, cost = 'n-grams of the text', 0
 
     def __init__(self):
         self.ngrams = {}
@@ -107,6 +132,7 @@ class ModelDraft:
 
     sequences: {sequence of the last call: its `DraftSequence`}.
     """
+    cost = 0
 
     def __init__(self, executor, pool, name):
         self.executor, self.pool, self.name, self.sequences, self.unfinished = executor, pool, name, {}, False

@@ -40,11 +40,11 @@ class Drafting:
     """
 
     def __init__(self, target, draft):
-        self.target, self.draft, self.paces = target, drafts.draft_for(draft, target), defaultdict(Pace)
+        self.target, self.draft = target, drafts.draft_for(draft, target)
+        self.paces = defaultdict(lambda: Pace(self.draft.cost))
         self.name = f"{target.name}, drafts by {self.draft.name}"
         self.model, self.layers, self.type_kv = target.model, target.layers, target.type_kv
         self.torch_on_one_thread = target.torch_on_one_thread
-        VERIFY.compiled  # noqa: B018 (it is compiled here)
 
     def hold(self, layers):
         """Let the steps of target and draft read and write these `kvcache.storage.Layer`s."""
@@ -110,17 +110,18 @@ class Pace:
     """
     How many tokens to propose in a round, for a number of sequences: k; 0 is plain steps.
 
-    It begins with plain steps, then makes a trial: TRIAL_ROUNDS rounds with FIRST_PROPOSALS, behind one that is not
-    counted, because it waits for memory and caches. From then on the k is taken for which the most tokens are expected
-    in a second. If that is not GAIN times what plain steps give, these follow until they have taken REST times what
-    the trial has cost; twice as long after each further trial that fails, LONGEST_REST times at most.
+    It begins with plain steps for `rest` nanoseconds, then makes a trial: TRIAL_ROUNDS rounds with FIRST_PROPOSALS,
+    behind one that is not counted, because it waits for memory and caches, or for the draft. From then on the k is
+    taken for which the most tokens are expected in a second. If that is not GAIN times what plain steps give, these
+    follow until they have taken REST times what the trial has cost; twice as long after each further trial that fails,
+    LONGEST_REST times at most.
 
     It measures the nanoseconds of a plain step, `plain`; of a proposal, `draft`; and of a chunk of n tokens of each
     sequence with its draws, `chunks` {n: nanoseconds}. It counts the proposals that were compared with a draw, `tried`,
     and those that were equal to it, `accepted`; the rounds, `asked`, and those with proposals, `offered`.
     """
 
-    def __init__(self):
+    def __init__(self, rest=0):
         self.k, self.plain, self.draft, self.chunks = 0, Recent(), Recent(), {}
         self.accepted = self.tried = self.offered = self.asked = 0.0
         self.sizes = set()  # of the chunks that were measured since the last plain step
@@ -128,7 +129,7 @@ class Pace:
         self.trial = self.n_failed = 0  # the rounds that are left of a trial; the trials in a row that have failed
         self.ns = self.given = 0.0      # of the rounds since a trial began: nanoseconds, and tokens of a sequence
         self.n_drawn = 0.0  # tokens of a sequence that this trial has given
-        self.rest = 0       # nanoseconds of plain steps until the next trial
+        self.rest = rest    # nanoseconds of plain steps until the next trial
 
     @property
     def is_plain_next(self):

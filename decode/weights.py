@@ -15,6 +15,7 @@ from decode.kernel.layout import GROUP, SHEET, WEIGHT_GROUP
 from decode.kernel.linears import INT4_VECTORS
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES, padded
+from device import side_by_side, torch_on_one_thread
 
 ROWS_AT_ONCE = 2**9  # of a matrix that is packed: the numbers on the way fit the caches
 LARGEST = -7, -7.5, -8, -8.5, -9, -9.5  # what the largest number of a group is divided into, see `quantise_groups`
@@ -90,7 +91,7 @@ def linears_of(model, loaded=loaded):
 
 def in_turns(gate, up):
     """LANES rows of gate, LANES rows of up, and so on, both padded with zeros to whole LANES."""
-    if n := padded(len(gate), LANES) - len(gate):  # F.pad copies in any case
+    if n := padded(len(gate), LANES) - len(gate):
         gate, up = (F.pad(w, (0, 0) * (w.dim() - 1) + (0, n)) for w in (gate, up))
     return torch.stack([w.unflatten(0, (-1, LANES)) for w in (gate, up)], 1).flatten(0, 2)
 
@@ -157,7 +158,7 @@ class PackedWeights:
 
     def __init__(self, model, weights):
         self.model, self.weights = model, weights
-        with torch.no_grad():
+        with torch.no_grad(), torch_on_one_thread():
             shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model, shape_of)]
         self.table = aligned((len(shapes), layout.N_COLUMNS), np.int64)
         size = rows = 0
@@ -185,21 +186,7 @@ class PackedWeights:
 
     @torch.no_grad()
     def fill(self):
-        for number, ((w, bias), of_table) in enumerate(zip(linears_of(self.model), self.table)):
-            at, K = int(of_table[layout.FIRST_WEIGHT]), int(of_table[layout.N_INPUTS])
-            row, n = int(of_table[layout.FIRST_PANEL]) * LANES, int(of_table[layout.N_PANELS]) * LANES
-            self.scale[row:row + n], self.bias[row:row + n] = 1, 0
-            if bias is not None:
-                self.bias[row:row + len(bias)] = bias.float()
-            lm_head = number == len(self.table) - 1
-            weights = 'int8' if lm_head and self.weights == 'int4' else self.weights
-            for first in range(0, n, ROWS_AT_ONCE):
-                part = w[first:first + ROWS_AT_ONCE].float()
-                n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
-                part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
-                scale = self.pack_rows(part, at + first * K, weights)
-                if scale is not None:
-                    self.scale[row + first:row + min(n, first + n_rows)] = scale[:n - first]
+        side_by_side(self.fill_linear, enumerate(linears_of(self.model)))
         self.eps[0] = self.model.transformer.ln_f.eps
         self.norm_bias[:] = 0
         for i, norm in enumerate(norms_of(self.model)):
@@ -210,6 +197,26 @@ class PackedWeights:
         for of_layer, block in zip(self.head_norm_weight, self.model.transformer.h if c.qk_norm else ()):
             for weight, norm in zip(of_layer, (block.attn.q_norm, block.attn.k_norm)):
                 weight[:c.head_dim] = norm.weight.float()
+
+    @torch.no_grad()
+    def fill_linear(self, linear):
+        """Pack a linear: (its number, (weight, bias))."""
+        number, (w, bias) = linear
+        at, K = int(self.table[number, layout.FIRST_WEIGHT]), int(self.table[number, layout.N_INPUTS])
+        row, n = (int(self.table[number, column]) * LANES for column in (layout.FIRST_PANEL, layout.N_PANELS))
+        self.scale[row:row + n], self.bias[row:row + n] = 1, 0
+        if bias is not None:
+            self.bias[row:row + len(bias)] = bias.float()
+        lm_head = number == len(self.table) - 1
+        weights = 'int8' if lm_head and self.weights == 'int4' else self.weights
+        for first in range(0, n, ROWS_AT_ONCE):
+            part = w[first:first + ROWS_AT_ONCE].float()
+            n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
+            if part.shape != (n_rows, K):  # F.pad copies in any case
+                part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
+            scale = self.pack_rows(part, at + first * K, weights)
+            if scale is not None:
+                self.scale[row + first:row + min(n, first + n_rows)] = scale[:n - first]
 
     def pack_rows(self, w, at, weights):
         """Pack whole sheets of rows, w (rows, K), from weight number `at` on. Returns the scales of int8 rows."""

@@ -31,7 +31,7 @@ NUMBERS = {number: np.dtype(kind) for number, kind in enumerate('u1 i1 <u2 <i2 <
     10: np.dtype('<u8'), 11: np.dtype('<i8'), 12: np.dtype('<f8')}
 FLOAT32, TEXT, ARRAY = 6, 8, 9  # types of fields, as those of NUMBERS
 FREQUENCIES, EMBEDDING = 'rope_freqs.weight', 'token_embd.weight'
-ROWS_AT_ONCE = 2**9  # of a matrix: what the library needs on the way is several times as large
+AT_ONCE = 2**17  # numbers that are read: what the library needs on the way is several times as large
 
 
 class Tensor(NamedTuple):
@@ -218,12 +218,13 @@ class GGUFFile:
         """A tensor as it is in the file, of which not much is in memory in another type."""
         tensor = self.tensors[name]
         w = torch.empty(tensor.shape, dtype=dtype)
-        rows = w.view(-1, tensor.shape[-1])
-        for first in range(0, len(rows), ROWS_AT_ONCE):
-            part = rows[first:first + ROWS_AT_ONCE]
+        rows, n = w.view(-1, tensor.shape[-1]), max(1, AT_ONCE // tensor.shape[-1])
+        for first in range(0, len(rows), n):
+            part = rows[first:first + n]
             data = np.fromfile(self.path, np.uint8, len(part) * tensor.row_bytes,
-                               offset=tensor.start + first * tensor.row_bytes).reshape(len(part), -1)
-            part.copy_(torch.from_numpy(self.gguf.dequantize(data, tensor.kind)))
+                               offset=tensor.start + first * tensor.row_bytes)
+            numbers = self.gguf.dequantize(data[None], tensor.kind)  # of rows it would take 16 at a time
+            part.copy_(torch.from_numpy(numbers).view_as(part))
         return w
 
 

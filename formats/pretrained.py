@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from safetensors import safe_open
 
-from device import meta_model
+from device import meta_model, side_by_side
 from formats.families import config_args
 from formats.from_gguf import GGUFFile
 from formats.gguf_files import is_gguf
@@ -74,7 +74,7 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
 def state_dict_of(model, files, dtype, lazy):
     """The state dict of a model from the weights in files, which must all be used. ValueError says which do not fit."""
     family, c = files.config['model_type'], model.config
-    names, state_dict, used = HUGGING_FACE[family], {}, {'lm_head.weight'}
+    names, state_dict, used, read = HUGGING_FACE[family], {}, {'lm_head.weight'}, {}
     for name, shape in ((name, w.shape) for name, w in model.state_dict().items()):
         theirs = names.of(name if name != 'lm_head.weight' or not c.tied else 'transformer.wte.weight')
         if (family == 'starcoder2' and name.endswith('.bias') and not files.config.get('use_bias', True)
@@ -95,13 +95,13 @@ def state_dict_of(model, files, dtype, lazy):
             state_dict[name] = torch.empty(shape, dtype=its_dtype, device='meta')
             state_dict[name].read = partial(read_joined, files, theirs, its_dtype, name, c)
         else:
-            state_dict[name] = read_joined(files, theirs, its_dtype, name, c)
+            read[name] = partial(read_joined, files, theirs, its_dtype, name, c)
     others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS)
                     and not (c.bias is False and c.norm == 'layer' and name.endswith('norm.bias')))
     if others:
         raise ValueError(f"a GPT here has no place for: {', '.join(others[:3])}{' ...' * (len(others) > 3)} "
                          f"({len(others)})")
-    return state_dict
+    return state_dict | dict(zip(read, side_by_side(partial.__call__, read.values())))
 
 
 def read_joined(files, theirs, dtype, name, config):

@@ -133,7 +133,7 @@ def test_each_type_of_numbers(tmp_path, monkeypatch, kind):
                     blocks[:, at:at + 2 or None] = np.float16([1e-4]).view(np.uint8)
                 tensors[name] = blocks.reshape(len(w), -1), kind
     rewrite(path, tensors=tensors)
-    monkeypatch.setattr('formats.from_gguf.ROWS_AT_ONCE', 100)
+    monkeypatch.setattr('formats.from_gguf.AT_ONCE', 100 * 256)
     model, dtype = load(path), torch.bfloat16 if kind.name == 'BF16' else torch.float32
     assert {p.dtype for p in model.parameters()} == {dtype}
     for name, part in {'token_embd': model.transformer.wte, 'blk.1.ffn_down': model.transformer.h[1].mlp.c_proj,
