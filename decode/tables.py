@@ -8,7 +8,7 @@ import torch
 from decode.kernel import layout, sampling
 from decode.kernel.attention import ATTENTION_ON, KINDS
 from decode.kernel.attention_tile import EIGHT, N_WEIGHED
-from decode.kernel.layout import GROUP, WEIGHT_GROUP
+from decode.kernel.layout import GROUP, SCALE_GROUP
 from decode.kernel.linears import GELU, GELU_TANH, SWIGLU
 from decode.kernel.threads import aligned, n_cores
 from decode.kernel.vectors import LANES
@@ -60,8 +60,9 @@ def scratch_of(config, n_rows):
             layout.HEAD: aligned(padded(c.head_dim, LANES), np.float32),
             layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
             layout.ROUNDED: aligned((n_rows, K_p), np.uint8),
-            layout.SCALES: aligned((n_rows, K_p // GROUP), np.float32),
-            layout.STARTS: aligned((n_rows, K_p // WEIGHT_GROUP), np.int32)}
+            layout.SCALES: aligned((n_rows, K_p // SCALE_GROUP), np.float32),
+            layout.STARTS: aligned((n_rows, K_p // SCALE_GROUP), np.int32),
+            layout.INPUT_SUMS: aligned((n_rows, K_p // SCALE_GROUP), np.float32)}
 
 
 class PackedModel:
@@ -74,7 +75,7 @@ class PackedModel:
         self.config = c = copy.copy(model.config)
         t = model.transformer
         wte = t.wte.weight
-        of_head = wte.is_meta and weights in ('int8', 'int4')
+        of_head = wte.is_meta and weights == 'int8'
         wte = wte if of_head else loaded(wte)
         # their memory is read, also when the model has got other embeddings
         self.embeddings = [w.detach() for w in (wte, *([t.wpe.weight] if c.position == 'learned' else []))]

@@ -1,25 +1,28 @@
 """
 A model's weights in the order in which the compiled step reads them.
 
-The model stays as it is, in a file if it is memory-mapped. The packed copy takes 4, 2, 1 or 0.5625 bytes a weight:
-float32, bfloat16, int8 or int4. In int4 lm_head is int8, because its rounding errors reach the logits unmixed.
+The model stays as it is, in a file if it is memory-mapped. The packed copy takes 32, 16, 8.25 or 5 bits a weight:
+float32, bfloat16, int8 or int4.
 """
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
 
 from decode import MODEL_DTYPES
 from decode.changes import REFUSED, check_unchanged, norms_of
 from decode.kernel import layout
-from decode.kernel.layout import GROUP, SHEET, WEIGHT_GROUP
-from decode.kernel.linears import INT4_VECTORS
+from decode.kernel.layout import GROUP, SCALE_GROUP, SHEET
+from decode.kernel.linears import ADDED, ELEMENTS
 from decode.kernel.threads import aligned
-from decode.kernel.vectors import LANES, padded
+from decode.kernel.vectors import F32, I8, I16, I32, LANES, padded
 from device import side_by_side, torch_on_one_thread
+from positions import Positions
 
-ROWS_AT_ONCE = 2**9  # of a matrix that is packed: the numbers on the way fit the caches
-LARGEST = -7, -7.5, -8, -8.5, -9, -9.5  # what the largest number of a group is divided into, see `quantise_groups`
+CALIBRATED = 64       # random tokens whose pass says how much the inputs of a linear matter
+ROWS_AT_ONCE = 2**9   # of a matrix that is packed: the numbers on the way fit the caches
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
+KINDS = {'float32': F32, 'bfloat16': I16, 'int8': I8, 'int4': I32}  # the same, as the kernel's code names them
 padded = padded.py_func
 
 
@@ -96,64 +99,107 @@ def in_turns(gate, up):
     return torch.stack([w.unflatten(0, (-1, LANES)) for w in (gate, up)], 1).flatten(0, 2)
 
 
+@torch.no_grad()
+def input_squares(model):
+    """
+    The mean squares of the inputs of every linear, float32 (K,), in the order of layout.py: how much the errors of its
+    weights matter. They are those of a pass of random tokens. (For SmolLM2 they are as good as those of its own text.)
+    """
+    c, t, found = model.config, model.transformer, []
+    idx = torch.randint(c.vocab_size, (1, min(CALIBRATED, c.block_size)), generator=torch.Generator().manual_seed(0))
+    x, positions = loaded(t.wte.weight)[idx].float(), torch.arange(idx.size(1))
+    if c.position == 'learned':
+        x = x + t.wpe(positions).float()
+    positions = Positions(c, positions, x.dtype)
+    for block in t.h:
+        inputs = block.attn.c_attn, block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj
+        hooks = [m.register_forward_pre_hook(lambda _, given: found.append(given[0][0])) for m in inputs]
+        try:
+            x, _ = functional_call(block, {name: loaded(p).float() for name, p in block.named_parameters()}, (
+                x, positions))
+        finally:
+            for hook in hooks:
+                hook.remove()
+    found.append(functional_call(t.ln_f, {name: p.float() for name, p in t.ln_f.named_parameters()}, x)[0])
+    return [x.square().mean(dim=0) for x in found]
+
+
 def quantise(w):
     """
-    int8 weights: w (rows, K) -> (whole (rows, K) in -127 ... 127 as float32, scale (rows)), w = whole * scale.
+    int8 weights: w (rows, K) -> (whole (rows, K) in -127 ... 127 as float32, scale (rows, K / GROUP), bfloat16 numbers
+    as float32), w = whole * scale of its group.
 
-    Symmetric and rounded to the nearest, so no weight is off by more than half its row's scale, max|w| / 254.
+    Symmetric and rounded to the nearest, so no weight is off by more than half its group's scale, max|w| / 127, which
+    is rounded up to a bfloat16.
     """
-    scale = w.abs().amax(dim=1) / 127
-    return (w / scale.where(scale != 0, 1)[:, None]).round().nan_to_num(), scale  # a row with a NaN has it in its scale
+    groups = w.unflatten(1, (-1, GROUP))
+    scale = ((groups.abs().amax(dim=2) / 127).view(torch.int32) + 0xffff & -0x10000).view(torch.float32)
+    whole = (groups / scale.where(scale != 0, 1)[..., None]).round_().nan_to_num_()
+    return whole.flatten(1), scale  # a group with a NaN has it in its scale
 
 
-def quantise_groups(w):
+def quantise_int4(w, squares=None):
     """
-    int4 weights: w (rows, K) -> (whole (rows, K) in -8 ... 7 as float32, scale (rows, K / WEIGHT_GROUP), bfloat16
-    numbers as float32), w = whole * scale of its group, rounded to the nearest.
+    int4 weights: w (rows, K) -> (whole (rows, K) in 0 ... 15 as float32, scale and low (rows, K / SCALE_GROUP),
+    bfloat16 numbers as float32), w = low + whole * scale of its group, rounded to the nearest.
 
-    The number with the largest magnitude of a group becomes -8 in llama.cpp's Q4_0. Here each of LARGEST is tried. For
-    the whole numbers that it gives, the scale with the least squared error is (w . whole) / (whole . whole), and the
-    error is w . w less (w . whole)^2 / (whole . whole).
+    squares: (K,), see `input_squares`. For the whole numbers that the least and the largest weight of a group give, the
+    scale and low are those with the least squared error of the products with the inputs.
     """
-    groups = w.unflatten(1, (-1, WEIGHT_GROUP))
-    low, high = groups.aminmax(dim=2, keepdim=True)
-    largest = high.where(high > -low, low)
-    scale, most = 0 * largest, torch.zeros_like(largest)  # 0, or NaN if a number is NaN or infinite
-    for to in LARGEST:
-        whole = (groups * (to / largest)).round_().clamp_(-8, 7)
-        product, square = (torch.linalg.vecdot(v, whole).unsqueeze(2) for v in (groups, whole))
-        explained = (product / largest).square() / square  # as a part of largest^2, which may be too small for a float
-        better = explained > most
-        scale, most = torch.where(better, product / square, scale), torch.where(better, explained, most)
-    scale = scale.bfloat16().float()
-    whole = (groups / scale.where(scale != 0, 1)).round_().clamp_(-8, 7).nan_to_num_()
-    return whole.flatten(1), scale.squeeze(2)
+    groups = w.unflatten(1, (-1, SCALE_GROUP))
+    h = torch.ones(w.size(1)) if squares is None or not squares.any() else squares + 1e-4 * squares.mean()
+    h = h.view(-1, SCALE_GROUP) / h.view(-1, SCALE_GROUP).sum(dim=1, keepdim=True)
+    low, high = groups.aminmax(dim=2)
+    scale = (high - low) / 15
+    whole = ((groups - low[..., None]) / scale[..., None]).round_()
+    of_whole = whole * h
+    mean, square, product = of_whole.sum(dim=2), torch.linalg.vecdot(of_whole, whole), torch.linalg.vecdot(
+        of_whole, groups)
+    of_groups, spread = torch.linalg.vecdot(groups, h), square - mean * mean
+    fitted = (product - mean * of_groups) / spread
+    scale = torch.where((spread > 1e-6 * square) & (fitted > 0), fitted, scale)
+    low = (of_groups - scale * mean).where(scale != 0, low)
+    scale, low = scale.bfloat16().float(), low.bfloat16().float()
+    whole = ((groups - low[..., None]) / scale.where(scale != 0, 1)[..., None]).round_().clamp_(0, 15).nan_to_num_()
+    return whole.flatten(1), scale, low
 
 
 def pack(out, w, n):
-    """out (1-D) = w (rows, K) in sheets of SHEET panels (see linears.py) with vectors of n inputs."""
+    """out = w (rows, K) in sheets of SHEET panels (see linears.py) with vectors of n inputs."""
     packed = w.view(-1, SHEET, LANES, w.size(1) // n, n).permute(0, 3, 1, 2, 4)
-    out.view(packed.shape).copy_(packed)
+    out.view(-1, *packed.shape[1:]).copy_(packed) if out.dim() == 1 else out.copy_(packed.view(out.shape))
 
 
-def pack_groups(out, w):
-    """out (1-D, int32) = w (rows, K) in int4 sheets, see linears.py."""
-    whole, scale = quantise_groups(w)
-    sheets = out.view(-1, w.size(1) // GROUP, INT4_VECTORS, SHEET, LANES)
-    scales = scale.bfloat16().view(-1, SHEET, LANES, w.size(1) // GROUP, GROUP // WEIGHT_GROUP)
-    sheets.view(torch.bfloat16).unflatten(-1, (LANES, -1))[:, :, 0] = scales.permute(0, 3, 1, 2, 4)
-    lower, upper = (whole + 8).byte().view(-1, SHEET, LANES, w.size(1) // GROUP, GROUP // 8, 2, 4).unbind(5)
-    sheets.view(torch.uint8).unflatten(-1, (LANES, -1))[:, :, 1:] = (lower | upper << 4).permute(0, 3, 4, 1, 2, 5)
+def pack_int8(out, w):
+    """out (1-D, uint8) = w (rows, K) in int8 sheets, see linears.py."""
+    whole, scale = quantise(w)
+    n = SHEET * LANES
+    groups = out.view(-1, w.size(1) // GROUP, n * (2 + GROUP))
+    scales = scale.bfloat16().view(-1, n, w.size(1) // GROUP, 1).transpose(1, 2)
+    groups[..., :2 * n] = scales.contiguous().view(torch.uint8).flatten(2)
+    whole = whole.add_(ADDED).to(torch.int16).to(torch.uint8)
+    pack(groups[..., 2 * n:].unflatten(2, (GROUP // 4, SHEET, LANES, 4)), whole, 4)
+
+
+def pack_int4(out, w, squares):
+    """out (1-D, uint8) = w (rows, K) in int4 sheets, see linears.py."""
+    whole, *of_groups = quantise_int4(w, squares)
+    groups = out.view(-1, w.size(1) // GROUP, 2 + GROUP // 8, SHEET, LANES, 4)
+    for i, numbers in enumerate(of_groups):
+        pairs = numbers.bfloat16().view(-1, SHEET, LANES, w.size(1) // GROUP, 2).permute(0, 3, 1, 2, 4)
+        groups[:, :, i] = pairs.contiguous().view(torch.uint8)
+    lower, upper = whole.byte().view(-1, SHEET, LANES, w.size(1) // GROUP, GROUP // 8, 2, 4).unbind(5)
+    groups[:, :, 2:] = (lower | upper << 4).permute(0, 3, 4, 1, 2, 5)
 
 
 class PackedWeights:
     """
     A model's weights as the compiled step reads them. `fill` copies them, and does so again after they have changed.
 
-    weights: 'float32', 'bfloat16', 'int8' or 'int4', the type of all matrices; beside int4, lm_head is int8. Embeddings
-    are not copied, layer norms and biases stay float32.
-    panels is 1-D, the panels of all linears in order; scale and bias have a float32 for each of their rows; table says
-    where each linear is. The arrays are allocated once and keep their addresses.
+    weights: 'float32', 'bfloat16', 'int8' or 'int4', the type of all matrices. Embeddings are not copied, layer norms
+    and biases stay float32.
+    panels is 1-D, the panels of all linears in order; bias has a float32 for each of their rows; table says where each
+    linear is. The arrays are allocated once and keep their addresses.
     """
 
     def __init__(self, model, weights):
@@ -162,15 +208,12 @@ class PackedWeights:
             shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model, shape_of)]
         self.table = aligned((len(shapes), layout.N_COLUMNS), np.int64)
         size = rows = 0
-        for number, (row, (n, K)) in enumerate(zip(self.table, shapes)):
-            if weights == 'int4' and number == len(shapes) - 1:
-                size = size // GROUP * INT4_VECTORS * 4  # lm_head is counted in bytes
+        for row, (n, K) in zip(self.table, shapes):
             row[layout.FIRST_WEIGHT], row[layout.FIRST_PANEL] = size, rows // LANES
             row[layout.N_INPUTS], row[layout.N_PANELS] = K, n // LANES
-            size, rows = size + padded(n, SHEET * LANES) * K, rows + n
-        self.panels = aligned(size // 4 if weights == 'int4' else size, WEIGHTS[weights])
-        self.scale, self.bias = aligned(rows, np.float32), aligned(rows, np.float32)
-        self.start = aligned(size // GROUP if weights in ('int8', 'int4') else 0, np.int16)
+            size, rows = size + padded(n, SHEET * LANES) * K // GROUP * ELEMENTS[KINDS[weights]], rows + n
+        self.panels = aligned(size, WEIGHTS[weights])
+        self.bias = aligned(rows, np.float32)
         self.eps = np.zeros(1, np.float32)
         norms = (len(norms_of(model)), padded(model.config.n_embd, GROUP))
         self.norm_weight, self.norm_bias = aligned(norms, np.float32), aligned(norms, np.float32)
@@ -179,14 +222,14 @@ class PackedWeights:
 
     def arrays(self):
         """{index into the table `memory`: array}"""
-        return {layout.PANELS: self.panels, layout.LINEARS: self.table, layout.SCALE: self.scale,
-                layout.BIAS: self.bias, layout.START: self.start, layout.EPS: self.eps,
+        return {layout.PANELS: self.panels, layout.LINEARS: self.table, layout.BIAS: self.bias, layout.EPS: self.eps,
                 layout.NORM_WEIGHT: self.norm_weight, layout.NORM_BIAS: self.norm_bias,
                 layout.HEAD_NORM_WEIGHT: self.head_norm_weight}
 
     @torch.no_grad()
     def fill(self):
-        side_by_side(self.fill_linear, enumerate(linears_of(self.model)))
+        squares = input_squares(self.model) if self.weights == 'int4' else [None] * len(self.table)
+        side_by_side(self.fill_linear, zip(self.table, linears_of(self.model), squares))
         self.eps[0] = self.model.transformer.ln_f.eps
         self.norm_bias[:] = 0
         for i, norm in enumerate(norms_of(self.model)):
@@ -200,37 +243,27 @@ class PackedWeights:
 
     @torch.no_grad()
     def fill_linear(self, linear):
-        """Pack a linear: (its number, (weight, bias))."""
-        number, (w, bias) = linear
-        at, K = int(self.table[number, layout.FIRST_WEIGHT]), int(self.table[number, layout.N_INPUTS])
-        row, n = (int(self.table[number, column]) * LANES for column in (layout.FIRST_PANEL, layout.N_PANELS))
-        self.scale[row:row + n], self.bias[row:row + n] = 1, 0
+        """Pack a linear: (its row of the table, (weight, bias), the mean squares of its inputs for int4)."""
+        of_table, (w, bias), squares = linear
+        at, K = int(of_table[layout.FIRST_WEIGHT]), int(of_table[layout.N_INPUTS])
+        row, n = int(of_table[layout.FIRST_PANEL]) * LANES, int(of_table[layout.N_PANELS]) * LANES
+        self.bias[row:row + n] = 0
         if bias is not None:
             self.bias[row:row + len(bias)] = bias.float()
-        lm_head = number == len(self.table) - 1
-        weights = 'int8' if lm_head and self.weights == 'int4' else self.weights
+        if squares is not None:
+            squares = F.pad(squares, (0, K - len(squares)))
         for first in range(0, n, ROWS_AT_ONCE):
             part = w[first:first + ROWS_AT_ONCE].float()
             n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
             if part.shape != (n_rows, K):  # F.pad copies in any case
                 part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
-            scale = self.pack_rows(part, at + first * K, weights)
-            if scale is not None:
-                self.scale[row + first:row + min(n, first + n_rows)] = scale[:n - first]
-
-    def pack_rows(self, w, at, weights):
-        """Pack whole sheets of rows, w (rows, K), from weight number `at` on. Returns the scales of int8 rows."""
-        to, K = slice(at, at + w.numel()), w.size(1)
-        if weights == 'float32':
-            pack(torch.from_numpy(self.panels[to]), w, 1)
-        elif weights == 'bfloat16':
-            pack(torch.from_numpy(self.panels.view(np.int16)[to]), w.bfloat16().view(torch.int16), 2)
-        elif weights == 'int4':
-            first, end = (i // GROUP * INT4_VECTORS for i in (to.start, to.stop))
-            pack_groups(torch.from_numpy(self.panels.view(np.int32)[first:end]), w)
-        else:
-            whole, scale = quantise(w)
-            sums = whole.view(len(w), K // GROUP, GROUP).sum(dim=-1)
-            pack(torch.from_numpy(self.start[to.start // GROUP:to.stop // GROUP]), -sums, 1)
-            pack(torch.from_numpy(self.panels.view(np.int8)[to]), whole, 4)
-            return scale
+            start, end = (at + r * K // GROUP * ELEMENTS[KINDS[self.weights]] for r in (first, first + n_rows))
+            out = torch.from_numpy(self.panels[start:end].view(np.uint8))
+            if self.weights == 'float32':
+                pack(out.view(torch.float32), part, 1)
+            elif self.weights == 'bfloat16':
+                pack(out.view(torch.bfloat16), part.bfloat16(), 2)
+            elif self.weights == 'int8':
+                pack_int8(out, part)
+            else:
+                pack_int4(out, part, squares)

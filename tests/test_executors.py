@@ -14,10 +14,10 @@ import numpy as np
 import plain_gpu
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import WEIGHTS, sizes
 from plain_gpt import plain
 from plain_gpu import Direct
+from test_linears import dequantised
 from tiny_models import HOWS, MODELS, VOCAB, model_of
 
 from decode import cpu
@@ -26,9 +26,8 @@ from decode.cpu import CPUExecutor
 from decode.draw import DrawSettings, draw
 from decode.eager import EagerExecutor, UncachedExecutor
 from decode.gpu.executor import GPUExecutor
-from decode.kernel.layout import WEIGHT_GROUP
 from decode.kernel.threads import n_cores
-from decode.weights import quantise, quantise_groups
+from decode.weights import input_squares
 from kvcache.storage import Layer, make_layers
 
 N_SLOTS, TWO = 1280, min(2, n_cores())
@@ -124,27 +123,44 @@ def in_any_batches(slots, all_texts, chooser, check):
             check(i, first, logits)
 
 
-def rounded(w, weights):
-    """The numbers that rounded weights stand for."""
-    if weights == 'int4':
-        whole, scale = quantise_groups(F.pad(w, (0, -w.size(1) % WEIGHT_GROUP)))
-        return (whole * scale.repeat_interleave(WEIGHT_GROUP, 1))[:, :w.size(1)]
-    whole, scale = quantise(w)
-    return w.bfloat16().float() if weights == 'bfloat16' else whole * scale[:, None]
+def rounded(model, weights):
+    """The matrices of linears as the numbers that rounded weights stand for, {name: float32}."""
+    squares, found = input_squares(model) if weights == 'int4' else None, {}
+    places = {'attn.c_attn': 0, 'attn.c_proj': 2, 'mlp.c_fc': 3, 'mlp.c_gate': 3, 'mlp.c_proj': 4}
+    for name, w in model.state_dict().items():
+        *_, i, part, linear, _ = ['', '', *name.split('.')]
+        place = -1 if name == 'lm_head.weight' else places.get(f'{part}.{linear}')
+        if name.endswith('weight') and place is not None:
+            of_w = [] if squares is None else [squares[place if place < 0 else 5 * int(i) + place]]
+            found[name] = w.bfloat16().float() if weights == 'bfloat16' else dequantised(
+                w, int(weights[3:]), *of_w).float()
+    return found
 
 
 def judged(model, all_texts, weights='float32'):
     """
     The judge's logits of texts of one length, (n, T, vocab_size), with the numbers that rounded weights stand for.
-    Embeddings are not rounded, and lm_head beside int4 is int8.
+    Embeddings are not rounded.
     """
-    state = dict(model.state_dict())
-    for name, w in state.items() if weights in WEIGHTS[1:] else ():
-        if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight', 'c_gate.weight')):
-            state[name] = rounded(w, weights)
-        elif name == 'lm_head.weight':
-            state[name] = rounded(w, 'int8' if weights == 'int4' else weights)
+    state = dict(model.state_dict()) | (rounded(model, weights) if weights in WEIGHTS[1:] else {})
     return plain(model, torch.tensor([t.tokens for t in all_texts]), state)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_inputs_of_linears_are_those_of_a_pass_of_random_tokens(kind):
+    name, how = KINDS[kind]
+    model, found = model_of(name, 1, **how), {}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    hooks = [m.register_forward_pre_hook(lambda m, given, n=n: found.__setitem__(n, given[0].double()))
+             for n, m in linears.items()]
+    idx = torch.randint(VOCAB, (1, min(64, model.config.block_size)), generator=torch.Generator().manual_seed(0))
+    model(idx, idx, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    expected = [found[f'transformer.h.{i}.{part}'] for i in range(model.config.n_layer) for part in (
+        'attn.c_attn', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj')] + [found['lm_head']]
+    for squares, x in zip(input_squares(model), expected, strict=True):
+        torch.testing.assert_close(squares.double(), x.square().mean((0, 1)), rtol=1e-4, atol=1e-6)
 
 
 # the largest difference as a share of the largest logit; int8 and int4 also round the inputs of linears

@@ -31,6 +31,7 @@ from example_models import (
     sentencepiece_tokenizer,
 )
 from test_gguf import llama
+from test_linears import dequantised
 from tokenizers import pre_tokenizers
 
 import checkpoint
@@ -38,7 +39,7 @@ import decode
 import formats
 import model as plain_model
 import tokenizer as tokenizers
-from decode.weights import PackedWeights, quantise
+from decode.weights import PackedWeights
 from engine import Engine
 from formats import from_gguf
 from formats.from_gguf import GGUFFile, Header
@@ -174,9 +175,9 @@ def test_embeddings_that_are_lm_head_too_are_its_packed_rows(tmp_path, weights):
     lazy, eager = load(tmp_path / 'model.gguf', lazy=True), load(tmp_path / 'model.gguf')
     assert lazy.transformer.wte.weight.is_meta
     w = eager.lm_head.weight.detach().bfloat16().float()
-    whole, scale = quantise(w)
     eager.config.tied, eager.lm_head.weight = False, torch.nn.Parameter(w)
-    eager.transformer.wte.weight = torch.nn.Parameter(w if weights == 'bfloat16' else whole * scale[:, None])
+    eager.transformer.wte.weight = torch.nn.Parameter(
+        dequantised(w, 8).float() if weights == 'int8' else w)
     idx = [[i, (i * 7 + 1) % 131] for i in range(131)]
     ours, theirs = (Engine(m, decode.best(m, 1, weights, 2)).generate(idx, 5) for m in (lazy, eager))
     assert ours == theirs

@@ -17,9 +17,10 @@ from numba import njit
 
 from decode import weights as weights_of_decoder
 from decode.kernel import building, layout
-from decode.kernel.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, SHEET, SUMMED_ROWS, WEIGHT_GROUP
+from decode.kernel.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, SCALE_GROUP, SHEET, SUMMED_ROWS
 from decode.kernel.linears import (
     ADD,
+    ADDED,
     CLAIMED,
     GELU,
     GELU_TANH,
@@ -32,22 +33,21 @@ from decode.kernel.linears import (
 from decode.kernel.step import packed_linears, thread_scratch
 from decode.kernel.threads import LINE, aligned
 from decode.kernel.vectors import LANES, floats_at, longs_at
-from decode.weights import PackedWeights, padded, quantise, quantise_groups
+from decode.weights import PackedWeights, padded, quantise, quantise_int4
 from model import GPT, GPTConfig
 
 # outputs and inputs of linears: one panel, a sheet that is not full, several sheets, parts of K, and claimed parts
 SHAPES = [(3, 20), (5 * LANES, 64), (7 * LANES - 5, 700), (9 * LANES, 2100), (CLAIMED // 512, 512)]
 ROWS = [*range(1, 18), 40, 65]
-LM_HEAD = torch.zeros(8, 8), None  # the last linear, which is int8 beside int4
 
 
 @building.keep_on_disk
 @njit
 def run(like, memory, number, K, x_at, n_rows, then, out_at, n_out, first, end, thread, n_threads):
     """Linear `number` on panels (first, end), or on one thread's share of all if first is negative."""
-    linears, scratch = packed_linears(like, memory), thread_scratch(memory, 0)
+    linears, scratch = packed_linears(like, memory), thread_scratch(memory, 0, 0)
     x, out = floats_at(x_at), floats_at(out_at)
-    prepare_rows(linears.panels, x, n_rows, K, scratch)
+    prepare_rows(linears.panels, x, (0, n_rows), K, scratch)
     if first < 0:
         team = Team(thread, n_threads, longs_at(memory[layout.CLAIMS]))
         return shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch)
@@ -71,8 +71,9 @@ class Packed:
         self.claims, scratch = aligned(LINE * len(shapes), np.int64), {
             layout.SUMS: aligned(SUMMED_ROWS * SHEET * LANES, np.float32),
             layout.ROUNDED: aligned(self.n_rows * K, np.uint8),
-            layout.SCALES: aligned(self.n_rows * K // GROUP, np.float32),
-            layout.STARTS: aligned(self.n_rows * K // WEIGHT_GROUP, np.int32)}
+            layout.SCALES: aligned(self.n_rows * K // SCALE_GROUP, np.float32),
+            layout.STARTS: aligned(self.n_rows * K // SCALE_GROUP, np.int32),
+            layout.INPUT_SUMS: aligned(self.n_rows * K // SCALE_GROUP, np.float32)}
         self.arrays = self.packed.arrays() | {layout.CLAIMS: self.claims} | {
             layout.SCRATCH + index: array for index, array in scratch.items()}
         self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH, np.int64)
@@ -83,7 +84,9 @@ class Packed:
     def in_a_model(self):
         """Within it, these linears are those of any model."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weights_of_decoder, 'linears_of', lambda *_: [*self.linears, LM_HEAD])
+            patch.setattr(weights_of_decoder, 'linears_of', lambda *_: self.linears)
+            patch.setattr(weights_of_decoder, 'input_squares', lambda _: [torch.ones(k) for w, _ in self.linears
+                                                                          for k in w.shape[1:]])
             yield
 
     def fill(self):
@@ -110,16 +113,24 @@ class Packed:
                            out.data_ptr(), out.size(1), *panels, thread, n_threads) for thread in range(n_threads)]
         return out
 
-    def int4_weights(self, number):
-        """What is packed in int4, (n, k) in float64, read weight by weight as linears.py says."""
-        (n, k), at = self.linears[number][0].shape, self.packed.table[number, FIRST_WEIGHT]
+    def rounded_weights(self, number):
+        """What is packed in int8 or int4, (n, k) in float64, read weight by weight as linears.py says."""
+        (n, k), bits = self.linears[number][0].shape, 8 if self.weights == 'int8' else 4
         K, (row, i) = padded(k, GROUP), np.indices((n, k))
         sheet, panel, lane, group, j = row // (SHEET * LANES), row // LANES % SHEET, row % LANES, i // GROUP, i % GROUP
-        first = at // GROUP * 9 + ((sheet * (K // GROUP) + group) * 9 * SHEET + panel) * LANES + lane
-        scale = self.packed.panels[first] >> 16 * (j // WEIGHT_GROUP) & 0xffff
-        scale = (scale << 16).astype(np.uint32).view(np.float32)
-        bits = self.packed.panels[first + (1 + j // 8) * SHEET * LANES] >> 8 * (j % 4) + 4 * (j // 4 % 2) & 15
-        return torch.from_numpy((bits.astype(np.float64) - 8) * scale)
+        if bits == 8:
+            whole, n = self.packed.panels.view(np.uint8), SHEET * LANES
+            first = self.packed.table[number, FIRST_WEIGHT] + (sheet * (K // GROUP) + group) * n * 66
+            scale = (whole.view(np.uint16)[first // 2 + row % n].astype(np.uint32) << 16).view(np.float32)
+            whole = whole[first + 2 * n + (j // 4 * n + row % n) * 4 + j % 4].astype(np.int64) - ADDED
+            return torch.from_numpy(whole.astype(np.int8) * scale.astype(np.float64))
+        words = self.packed.panels
+        first = self.packed.table[number, FIRST_WEIGHT] + (
+            (sheet * (K // GROUP) + group) * 10 * SHEET + panel) * LANES + lane
+        scale, low = (((words[first + v * SHEET * LANES] >> 16 * (j // SCALE_GROUP) & 0xffff) << 16).astype(
+            np.uint32).view(np.float32).astype(np.float64) for v in (0, 1))
+        whole = words[first + (2 + j // 8) * SHEET * LANES] >> 8 * (j % 4) + 4 * (j // 4 % 2) & 15
+        return torch.from_numpy(low + whole * scale)
 
     def expected(self, number, x):
         """x @ w + b in float64 and the bound of its rounding error, with the weights and inputs that are multiplied."""
@@ -127,13 +138,9 @@ class Packed:
         x = x[:, :w.size(1)].double()
         if self.weights == 'bfloat16':
             w = w.bfloat16()
-        elif self.weights == 'int8':
-            whole, scale = quantise(w)
-            w = whole.double() * scale.double()[:, None]
-        elif self.weights == 'int4':
-            w = self.int4_weights(number)
         if self.weights in ('int8', 'int4'):
-            groups = F.pad(x, (0, -x.size(1) % GROUP)).float().unflatten(1, (-1, GROUP))
+            w = self.rounded_weights(number)
+            groups = F.pad(x, (0, -x.size(1) % SCALE_GROUP)).float().unflatten(1, (-1, SCALE_GROUP))
             peak, largest = groups.abs().amax(dim=2, keepdim=True), torch.tensor(127.0)
             x = ((groups * (largest / peak)).round().double() * (peak / largest)).flatten(1)[:, :w.size(1)]
         w, bias = w.double(), 0 if bias is None else bias.double()
@@ -145,8 +152,9 @@ def check_bytes():
     """Each product of two numbers of -127 to 127, inputs times int8 weights, against NumPy's integers."""
     packed, n_rows = Packed('int8', [(256, 320)]), 3
     j = torch.arange(320)
-    x = torch.where(j % GROUP == 0, 127, (j - j // GROUP - 1) % 255 - 127)  # 127 in each group: the scale is 1
-    w = (torch.arange(256)[:, None] + j) % 255 - 127                        # each of -127 ... 127 for each input
+    is_first = j % SCALE_GROUP == 0  # of a group: 127 in each of inputs and weights, so that the scales are 1
+    x = torch.where(is_first, 127, (j - j // SCALE_GROUP - 1) % 255 - 127)
+    w = torch.where(is_first, 127, (torch.arange(256)[:, None] + j) % 255 - 127)  # each number for each other input
     packed.linears[0][0][:] = w
     packed.fill()
     out = packed(0, x.float().repeat(n_rows, 1), n_rows, STORE, torch.zeros(n_rows, 256))
@@ -209,39 +217,49 @@ def test_a_row_has_the_same_bits_alone_and_among_others_and_what_is_not_finite_i
     check_finite(weights, SHAPES)
 
 
-def test_int4_packs_what_was_rounded():
-    packed = Packed('int4', SHAPES[:4])
+def dequantised(w, bits, squares=None):
+    """What `quantise` and `quantise_int4` make of weights (rows, K), in float64; squares: (K,), of the inputs."""
+    padding = 0, -w.size(1) % GROUP
+    of_w = [] if bits == 8 or squares is None else [F.pad(squares, padding)]
+    whole, scale, *low = (v.double() for v in (quantise if bits == 8 else quantise_int4)(F.pad(w, padding), *of_w))
+    scale, *low = (v.repeat_interleave(whole.size(1) // scale.size(1), 1) for v in (scale, *low))
+    return (sum(low) + whole * scale)[:, :w.size(1)]
+
+
+@pytest.mark.parametrize('bits', [8, 4])
+def test_what_was_rounded_is_packed(bits):
+    packed = Packed(f'int{bits}', SHAPES[:4])
     for number, (w, _) in enumerate(packed.linears):
-        whole, scale = quantise_groups(F.pad(w, (0, -w.size(1) % GROUP)))
-        expected = (whole.double() * scale.double().repeat_interleave(WEIGHT_GROUP, 1))[:, :w.size(1)]
-        assert torch.equal(packed.int4_weights(number), expected)
+        assert torch.equal(packed.rounded_weights(number), dequantised(w, bits, torch.ones(w.size(1))))
 
 
 def test_int8_rounds_to_the_nearest():
     w = torch.randn(40, 64) * torch.logspace(-6, 3, 40)[:, None]
     w[3] = 0
     whole, scale = quantise(w)
-    assert whole.abs().max() == 127 and torch.equal(whole, whole.round())
-    assert ((whole * scale[:, None] - w).abs() <= scale[:, None] * 0.5001).all()
+    assert 126 <= whole.abs().max() <= 127 and torch.equal(whole, whole.round())
+    assert torch.equal(scale, scale.bfloat16().float())
+    scale = scale.repeat_interleave(GROUP, 1)
+    assert ((whole * scale - w).abs() <= scale * 0.5001).all()
+    assert ((scale[:, 0] * 127 / w.abs().amax(1)).nan_to_num(1) < 1.01).all()
 
 
-def test_int4_rounds_to_the_nearest_and_better_than_q4_0():
+def test_int4_rounds_to_the_nearest():
     w = torch.randn(60, 96) * torch.logspace(-36, 34, 60)[:, None]
-    w[3, :WEIGHT_GROUP] = 0
-    groups = w.double().unflatten(1, (-1, WEIGHT_GROUP))
-    whole, scale = (v.double() for v in quantise_groups(w))
-    whole, scale = whole.unflatten(1, (-1, WEIGHT_GROUP)), scale[..., None]
-    assert torch.equal(whole, whole.round().clamp(-8, 7)) and torch.equal(scale, scale.bfloat16().double())
-    error, beyond = (whole * scale - groups).abs(), groups.abs() - 7 * scale.abs()
-    assert (error <= beyond.clamp(min=scale.abs() * 0.5001)).all()  # what is beyond 7 or -8 steps is that
-    assert (error <= 0.3 * groups.abs().amax(dim=2, keepdim=True)).all()
-    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
-    q4_0 = ((groups * (-8 / largest)).round().clamp(-8, 7).nan_to_num() * (largest / -8) - groups) / largest
-    of_group, of_q4_0 = ((v.nan_to_num() ** 2).sum(dim=2) for v in (error / largest, q4_0))
-    assert (of_group <= 1.01 * of_q4_0).all() and of_group.mean() < 0.92 * of_q4_0.mean()
+    w[3, :SCALE_GROUP] = 0
+    w[4] = 7.0
+    groups = w.double().unflatten(1, (-1, SCALE_GROUP))
+    whole, scale, low = (v.double() for v in quantise_int4(w))
+    whole, scale, low = whole.unflatten(1, (-1, SCALE_GROUP)), scale[..., None], low[..., None]
+    assert torch.equal(whole, whole.round().clamp(0, 15)) and torch.equal(scale, scale.bfloat16().double())
+    assert torch.equal(low, low.bfloat16().double())
+    error, reach = (low + whole * scale - groups).abs(), torch.maximum(low - groups, groups - low - 15 * scale)
+    assert (error <= torch.maximum(scale.abs() * 0.5001, reach * 1.0001)).all()  # what is out of reach is that far off
+    assert (error <= 0.2 * groups.abs().amax(dim=2, keepdim=True)).all()
     for value in (math.nan, math.inf, -math.inf):
         w[5, 40] = value
-        assert quantise_groups(w)[1][5].isnan().tolist() == [False, True, False]
+        broken = dequantised(w, 4)[5].unflatten(0, (-1, SCALE_GROUP)).isfinite().all(1)
+        assert broken.tolist() == [True, False, True]
 
 
 SMALL = [(70, 700), (41, 64)]

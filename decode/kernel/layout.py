@@ -4,9 +4,8 @@ The memory layout that the compiled step (step.py) shares with the Python code t
 The step gets two int64 tables: `memory`, the addresses of all arrays, and `sizes`, the numbers that describe the model
 and the step. The constants here are the indices into these tables.
 """
-# inputs that share a scale when they are rounded to int8. All rows of activations are padded to a multiple of it
-GROUP = 64
-WEIGHT_GROUP = 32  # int4 weights of an output that share a scale
+GROUP = 64        # all rows of activations are padded to a multiple of it
+SCALE_GROUP = 32  # inputs, and weights of an output, that share a scale when they are rounded
 SHEET = 4         # panels of weights that are side by side, see linears.py
 SUMMED_ROWS = 48  # rows whose sums with a sheet a thread keeps at a time
 KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
@@ -59,8 +58,7 @@ FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
  SLOPES,        # float32 (n_head,): ALiBi's, or zeros
  PANELS,        # the packed weights of all linears, see linears.py
  LINEARS,       # int64 (number of linears, N_COLUMNS)
- SCALE, BIAS,   # float32, of each output row of all linears
- START,         # int16, where the sums of an int8 panel and group begin, in steps of 128
+ BIAS,          # float32, of each output row of all linears
  EPS,           # float32 (1,)
  NORM_WEIGHT, NORM_BIAS,  # float32 (norms of rows, n_embd padded to GROUP)
  HEAD_NORM_WEIGHT,  # float32 (n_layer, 2, head_dim padded to LANES): of queries, of keys
@@ -72,7 +70,7 @@ FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
  Y,             # float32 (rows, n_head * head_dim padded): what attention gives
  FF,            # float32 (rows, n_inner padded): the MLP's hidden layer
  ANGLES,        # float32 (rows, 4, head_dim / 2): cos and sin of each row's rotation, and of its rotation for sinks
- SCRATCH) = range(39)  # from here on N_SCRATCH addresses for each thread
+ SCRATCH) = range(37)  # from here on N_SCRATCH addresses for each thread
 
 # the columns of SEQUENCES: the first of a sequence's OFFSETS; how many of them are of sinks; the position of the next
 FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
@@ -86,8 +84,9 @@ FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
  SUMS,          # float32 (SUMMED_ROWS, SHEET, LANES): sums of some rows with a sheet
  ROUNDED,       # uint8 (rows, the most inputs of a linear): rows rounded to int8
  SCALES,        # float32 (rows, groups): their scales
- STARTS,        # int32 (rows, groups of weights): where their sums with int4 weights begin
- N_SCRATCH) = range(11)
+ STARTS,        # int32 (rows, groups): where their sums with int8 weights begin
+ INPUT_SUMS,    # float32 (rows, groups): the sums of the rounded inputs
+ N_SCRATCH) = range(12)
 
 # why a step is refused
 BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT = range(1, 5)
@@ -95,6 +94,6 @@ BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT = range(1, 5)
 # the linears of a layer, in order; lm_head comes after the last layer
 QUERIES, KEYS_VALUES, ATTENTION_PROJECTION, MLP_HIDDEN, MLP_PROJECTION, LINEARS_PER_LAYER = range(6)
 
-# the columns of the table of linears: its first weight in the panels, its first panel (numbered through all linears),
+# the columns of the table of linears: its first element in the panels, its first panel (numbered through all linears),
 # its inputs padded to GROUP, and how many panels it has
 FIRST_WEIGHT, FIRST_PANEL, N_INPUTS, N_PANELS, N_COLUMNS = range(5)

@@ -7,19 +7,19 @@ of a register, and memory is read from front to back. A sheet is
 
     float32     (K, SHEET, LANES)           K inputs, padded with zeros to a multiple of GROUP
     bfloat16    (K / 2, SHEET, LANES, 2)    widened to float32 in registers
-    int8        (K / 4, SHEET, LANES, 4)    one scale for each output; the order that the dot product instruction reads
-    int4        (K / GROUP, 9, SHEET, LANES)    of uint32: one vector of scales, then eight of weights
+    int8        K / GROUP times SHEET * LANES scales, bfloat16, and (GROUP / 4, SHEET, LANES, 4) weights
+    int4        (K / GROUP, 10, SHEET, LANES)   of uint32: a vector of scales, one of lows, then eight of weights
 
 and the last sheet of a linear ends with panels of zeros. An output is one chain of fused multiply-adds, from its first
-input to its last (int8: over groups, whose sums are exact), then scale and bias. So its bits depend neither on how many
-rows are multiplied at once nor on the threads.
+input to its last (rounded weights: over groups, whose sums are exact). So its bits depend neither on how many rows are
+multiplied at once nor on the threads.
 
-With int8 weights the inputs are rounded to int8 too, GROUP of them to a scale, as llama.cpp does for its Q8_0.
-
-With int4 weights too. WEIGHT_GROUP weights of an output share a scale, a bfloat16: a vector of scales has both of a
-GROUP. A vector of weights has those of 8 inputs for each output, plus 8, so that they are 0 ... 15. Its byte j has the
-weight of input j in the lower half and that of input 4 + j in the upper half: a mask, and a shift and a mask, give what
-the dot product instruction takes. lm_head is in int8.
+With rounded weights the inputs are rounded to int8 too, SCALE_GROUP of them to a scale, as llama.cpp does for its Q8_0.
+An int8 weight is stored plus ADDED, and a GROUP of them has one scale. An int4 weight, 0 ... 15, stands for low + scale
+* number, as in llama.cpp's Q4_1, where SCALE_GROUP of them have one scale and one low: bfloat16, and a vector has both
+of a GROUP. A vector of int4 weights has those of 8 inputs for each output. Its byte j has the weight of input j in the
+lower half and that of input 4 + j in the upper half: a mask, and a shift and a mask, give what the dot product
+instruction takes.
 
 The sums of several rows and panels are a tile, each in a register, to which one loop over the inputs adds. The code of
 a tile is emitted with its loops over rows and panels unrolled, so LLVM sees a straight line of instructions.
@@ -31,7 +31,6 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from decode.kernel.layout import (
     FIRST_PANEL,
@@ -40,9 +39,9 @@ from decode.kernel.layout import (
     N_COLUMNS,
     N_INPUTS,
     N_PANELS,
+    SCALE_GROUP,
     SHEET,
     SUMMED_ROWS,
-    WEIGHT_GROUP,
 )
 from decode.kernel.threads import LINE, claim, share
 from decode.kernel.vectors import (
@@ -72,6 +71,7 @@ from decode.kernel.vectors import (
     larger,
     load,
     max_lanes,
+    nearest,
     padded,
     same,
     silu,
@@ -88,16 +88,16 @@ from decode.kernel.vectors import (
 VNNI = {8: 'avxvnni', 16: 'avx512vnni'}[LANES]
 DOT = ('vnni' if features.get(VNNI) else 'avx2' if LANES == 8 and features.get('avx2')
        else 'sdot' if features.get('dotprod') else 'shifts')
-ADDED = 128 if DOT in ('vnni', 'shifts') else 0  # to the inputs of int8 weights, so that they are unsigned
+ADDED = 128 if DOT in ('vnni', 'shifts') else 0  # to int8 weights, so that they are unsigned
 BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
 INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4, I32: 8}  # of packed weights, by their type; int4 are packed as uint32
-INT4_VECTORS = 1 + GROUP // 8  # of int4 weights, for GROUP inputs
+ELEMENTS = {F32: GROUP, I16: GROUP, I8: 2 + GROUP, I32: 2 + GROUP // 8}  # of an output, for GROUP inputs
 # How many panels of a sheet a tile of 1, 2, ... rows multiplies at once, by the type of the weights: so many that the
 # sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. And how many rows a tile has at
 # most where there are several.
-TILES = {F32: (4, 4, 4, 4, 4, 4, 2, 2), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2, 2, 2, 2),
-         I32: (4, 4, 2, 2, 2, 2, 2, 2)}
-ONE_OF_SEVERAL = {F32: 6, I16: 5, I8: 8, I32: 8}
+TILES = {F32: (4, 4, 4, 4, 4, 4, 2, 2), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2),
+         I32: (4, 4, 2, 2, 2)}
+ONE_OF_SEVERAL = {F32: 6, I16: 5, I8: 5, I32: 5}
 if LANES == 8:
     TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 2, 2, 2, 2), I32: (4, 4, 2, 2, 2, 2)}
     ONE_OF_SEVERAL = {F32: 6, I16: 4, I8: 6, I32: 6}
@@ -118,9 +118,8 @@ CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in 
 # which are prefetched meanwhile, fit a core's second cache.
 PART = 512
 
-# all linears: their panels, for each output row a scale (1 unless int8) and a bias, where the int8 sums start, and the
-# table that says where each linear is, see layout.py
-Linears = namedtuple('Linears', 'panels scale bias start table')
+# all linears: their panels, a bias for each output row, and the table that says where each linear is, see layout.py
+Linears = namedtuple('Linears', 'panels bias table')
 
 Team = namedtuple('Team', 'thread n_threads claims')  # one thread of those that share the step
 
@@ -129,6 +128,13 @@ Team = namedtuple('Team', 'thread n_threads claims')  # one thread of those that
 def inputs_per_vector(builder, w):
     """The number of inputs that a vector of packed weights w covers: 1, 2, 4 or 8, by their type"""
     return I64(INPUTS_PER_VECTOR[w.type.pointee])
+
+
+@instruction(types.int64)
+def sheet_elements(builder, w, n_inputs):
+    """How many elements of packed weights w a sheet has for so many inputs."""
+    n_groups = builder.udiv(n_inputs, I64(GROUP))
+    return builder.mul(n_groups, I64(ELEMENTS[w.type.pointee] * SHEET * LANES))
 
 
 @instruction(types.UniTuple(types.int64, 3))
@@ -142,25 +148,21 @@ def most_rows(builder, w):
 
 
 @instruction(types.void)
-def multiply_tile(builder, w, w_at, ahead, start, x, rounded, scale, starts, x_at, stride, n_rows, n_inputs, more,
+def multiply_tile(builder, w, w_at, ahead, x, rounded, scales, starts, input_sums, x_at, stride, n_rows, n_inputs, more,
                   sums, sums_at):
     """
     One tile of w @ x: the panels of a sheet times n_rows rows of x, over n_inputs inputs in ascending order.
 
     w at w_at: a sheet of packed weights from the first of these inputs on, see linears.py. x at x_at + r * stride: row
-    r, float32. For int8 and int4 weights it is read from `rounded`, 8 bits, with scale, the scales of the groups of all
-    rows. Their sums begin at start, of all groups of int8 weights, or starts, of the groups of all rows for int4. The
+    r, float32. For int8 and int4 weights it is read from `rounded`, 8 bits, with the scales of the groups of all rows.
+    starts: where the int32 sums of these groups begin, for int8; input_sums: the sums of their inputs, for int4. The
     sums, (n_rows, SHEET, LANES) at sums_at, are continued where `more`. Tiles of PREFETCH_ROWS rows and more prefetch
     half as many weights at `ahead`.
     """
-    element, group = w.type.pointee, I64(GROUP)
-    start = (start, builder.udiv(w_at, group))
-    if element == I32:
-        start = (starts, builder.udiv(x_at, I64(WEIGHT_GROUP)))
-        w_at, ahead = (builder.mul(builder.udiv(at, group), I64(INT4_VECTORS)) for at in (w_at, ahead))
+    element, x_group = w.type.pointee, builder.udiv(x_at, I64(SCALE_GROUP))
     pointers = [address(builder, *at) for at in (
-        (w, w_at), (w, ahead), start, (rounded if element in (I8, I32) else x, x_at),
-        (scale, builder.udiv(x_at, group)), (sums, sums_at))]
+        (w, w_at), (w, ahead), (rounded if element in (I8, I32) else x, x_at), (scales, x_group),
+        (starts if element == I8 else input_sums, x_group), (sums, sums_at))]
     multiplied, others = (builder.append_basic_block(name) for name in ('multiplied', 'others'))
     switch = builder.switch(n_rows, others)
     for rows, n in enumerate(TILES[element], 1):
@@ -195,7 +197,8 @@ class Tile:
         self.builder, self.inputs, self.n_rows, self.n, self.first = (
             builder, INPUTS_PER_VECTOR[element], n_rows, n, first)
         self.of_vector = 4 * LANES // bytes_of(element)  # elements
-        self.w, self.ahead, self.start, self.x, self.scale, self.sums, self.stride, self.n_inputs, self.more = args
+        self.of_group = ELEMENTS[element] * bytes_of(element) // 4  # vectors, but for the scales of int8
+        self.w, self.ahead, self.x, self.scales, self.of_groups, self.sums, self.stride, self.n_inputs, self.more = args
         self.cells = list(product(range(n_rows), range(n)))
 
     def at(self, pointer, as_type, *terms):
@@ -211,10 +214,8 @@ class Tile:
         places = [self.at(self.sums, FLOATS, (r * SHEET + self.first + p) * LANES) for r, p in self.cells]
         begun = [builder.select(self.more, emit_load(builder, place), same(0.0, FLOATS)) for place in places]
         sums = [cgutils.alloca_once_value(builder, v) for v in begun]
-        if self.inputs == 4:
+        if self.inputs >= 4:
             self.add_groups(sums)
-        elif self.inputs == 8:
-            self.add_int4_groups(sums)
         else:
             with cgutils.for_range(builder, builder.udiv(self.n_inputs, I64(self.inputs))) as loop:
                 self.add_products(sums, loop.index, (loop.index, self.inputs))
@@ -225,26 +226,25 @@ class Tile:
         """Tiles of several rows: prefetch half of vector number i of the sheet at `ahead`."""
         if self.n_rows < PREFETCH_ROWS:
             return
-        n_vectors = self.builder.udiv(self.n_inputs, I64(self.inputs))
-        if self.inputs == 8:
-            n_vectors = self.builder.mul(self.builder.udiv(self.n_inputs, I64(GROUP)), I64(INT4_VECTORS))
+        n_groups = self.builder.udiv(self.n_inputs, I64(GROUP))
+        n_vectors = self.builder.mul(n_groups, I64(self.of_group))
         done = self.first // self.n * SHEET // 2 * self.of_vector  # by the panels before
         for v in range(0, SHEET // 2, 16 // LANES):
             p = self.at(self.ahead, I8, (i, SHEET // 2 * self.of_vector), (n_vectors, done), v * self.of_vector)
             call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(2), I32(1))  # read, level 2, data
 
-    def load_vectors(self, i):
-        """Vector number i of each panel."""
+    def load_vectors(self, i, *behind):
+        """Vector number i of each panel, which lies behind so many other elements (see `at`)."""
         self.prefetch(i)
         as_type = FLOATS if self.inputs == 1 else INTS
-        at = [self.at(self.w, as_type, (i, SHEET * self.of_vector), (self.first + p) * self.of_vector)
+        at = [self.at(self.w, as_type, (i, SHEET * self.of_vector), (self.first + p) * self.of_vector, *behind)
               for p in range(self.n)]
         return [emit_load(self.builder, p) for p in at]
 
-    def add_products(self, sums, i, *first_input):
+    def add_products(self, sums, i, *first_input, behind=()):
         """sums += vector number i of each panel times its inputs, of which the first has this number (see `at`)"""
         builder = self.builder
-        weights = [of_each_input(builder, v, self.inputs) for v in self.load_vectors(i)]
+        weights = [of_each_input(builder, v, self.inputs) for v in self.load_vectors(i, *behind)]
         sizes = [size_of_bytes(builder, v) for v, in weights] if self.inputs == 4 and DOT == 'avx2' else None
         for r, k in product(range(self.n_rows), range(len(weights[0]))):
             in_bytes = self.inputs >= 4
@@ -255,59 +255,61 @@ class Tile:
                 v = builder.load(s)
                 if sizes:
                     v = dot_bytes(builder, v, sizes[p], with_signs(builder, x, w))
-                elif self.inputs == 4:
-                    v = dot_bytes(builder, v, x, w)
-                elif self.inputs == 8:
+                elif in_bytes:
                     v = dot_bytes(builder, v, w, x)
                 else:
                     v = emit_fma(builder, w, x, v)
                 builder.store(v, s)
 
     def add_groups(self, totals):
-        """totals += the int32 sums of each group times its scale"""
-        builder, vectors = self.builder, GROUP // 4
-        sums = [cgutils.alloca_once(builder, INTS) for _ in totals]
-        with cgutils.for_range(builder, builder.udiv(self.n_inputs, I64(GROUP))) as loop:
-            # inputs that are 128 too large have sums that start at -128 times the sum of the weights
-            for s, (_, p) in zip(sums, self.cells):
-                if not ADDED:
-                    builder.store(same(0, INTS), s)
-                    continue
-                shorts = ir.VectorType(I16, LANES)
-                at = self.at(self.start, shorts, (loop.index, SHEET * LANES), (self.first + p) * LANES)
-                v = builder.sext(emit_load(builder, at, 2), INTS)
-                builder.store(builder.shl(v, same(7, INTS)), s)
-            with cgutils.for_range(builder, I64(vectors)) as of_group:
-                i = builder.add(builder.mul(loop.index, I64(vectors)), of_group.index)
-                self.add_products(sums, i, (i, 4))
-            self.add_scaled(totals, [builder.sitofp(builder.load(s), FLOATS) for s in sums], loop.index)
+        """totals += int32 sums of groups of inputs, times the scales of inputs and weights"""
+        sums = [cgutils.alloca_once(self.builder, INTS) for _ in totals]
+        with cgutils.for_range(self.builder, self.builder.udiv(self.n_inputs, I64(GROUP))) as loop:
+            (self.add_int8_group if self.inputs == 4 else self.add_int4_group)(totals, sums, loop.index)
 
-    def add_int4_groups(self, totals):
-        """totals += the int32 sums of each group of weights times its scale, and times that of the inputs"""
-        builder, vectors = self.builder, WEIGHT_GROUP // 8
-        groups = builder.udiv(self.stride, I64(WEIGHT_GROUP))
-        sums = [cgutils.alloca_once(builder, INTS) for _ in totals]
-        with cgutils.for_range(builder, builder.udiv(self.n_inputs, I64(GROUP))) as loop:
-            first, scaled = builder.mul(loop.index, I64(INT4_VECTORS)), [None] * len(totals)
-            scales = [of_each_input(builder, v, 2) for v in self.load_vectors(first)]
-            for half in range(GROUP // WEIGHT_GROUP):
-                for s, (r, _) in zip(sums, self.cells):
-                    at = self.at(self.start, None, (groups, r), (loop.index, GROUP // WEIGHT_GROUP), half)
-                    builder.store(broadcast(builder, emit_load(builder, at)), s)
-                with cgutils.for_range(builder, I64(vectors)) as of_group:
-                    i = builder.add(of_group.index, I64(half * vectors))
-                    self.add_products(sums, builder.add(first, builder.add(i, I64(1))), (loop.index, GROUP), (i, 8))
-                for c, (s, (_, p)) in enumerate(zip(sums, self.cells)):
-                    v, scale = builder.sitofp(builder.load(s), FLOATS), scales[p][half]
-                    scaled[c] = builder.fmul(v, scale) if half == 0 else emit_fma(builder, v, scale, scaled[c])
-            self.add_scaled(totals, scaled, loop.index)
+    def add_int8_group(self, totals, sums, group):
+        """For int8 a GROUP has one scale, and its inputs have two: (sums * scale + sums * scale) * scale of weights."""
+        builder, behind = self.builder, [(self.builder.add(group, I64(1)), 2 * SHEET * LANES)]
+        scaled, shorts = [None] * len(totals), ir.VectorType(I16, LANES)
+        for half in range(2):
+            self.sum_products(sums, group, half, builder.mul(group, I64(GROUP // 4)), behind)
+            for c, (s, (r, _)) in enumerate(zip(sums, self.cells)):
+                v, scale = builder.sitofp(builder.load(s), FLOATS), self.of_row(self.scales, group, half, r)
+                scaled[c] = emit_fma(builder, v, scale, scaled[c]) if half else builder.fmul(v, scale)
+        at = [self.at(self.w, shorts, (group, SHEET * LANES * ELEMENTS[I8]), (self.first + p) * LANES * 2)
+              for p in range(self.n)]
+        scales = [builder.shl(builder.zext(emit_load(builder, p, 2), INTS), same(16, INTS)) for p in at]
+        for v, total, (_, p) in zip(scaled, totals, self.cells):
+            builder.store(emit_fma(builder, v, builder.bitcast(scales[p], FLOATS), builder.load(total)), total)
 
-    def add_scaled(self, totals, sums, group):
-        """totals += sums of a group, float32, times the scale of each row's inputs"""
-        builder, groups = self.builder, self.builder.udiv(self.stride, I64(GROUP))
-        for v, total, (r, _) in zip(sums, totals, self.cells):
-            scale = broadcast(builder, emit_load(builder, self.at(self.scale, None, (groups, r), (group, 1))))
-            builder.store(emit_fma(builder, v, scale, builder.load(total)), total)
+    def add_int4_group(self, totals, sums, group):
+        """For int4 a half has its own scale and low, and the low is multiplied by the sum of the half's inputs."""
+        builder, first = self.builder, self.builder.mul(group, I64(ELEMENTS[I32]))
+        scales, lows = ([of_each_input(builder, v, 2) for v in self.load_vectors(builder.add(first, I64(i)))]
+                        for i in range(2))
+        for half in range(2):
+            self.sum_products(sums, group, half, builder.add(first, I64(2)))
+            for s, total, (r, p) in zip(sums, totals, self.cells):
+                v = builder.fmul(builder.sitofp(builder.load(s), FLOATS), scales[p][half])
+                v = emit_fma(builder, v, self.of_row(self.scales, group, half, r), builder.load(total))
+                v = emit_fma(builder, lows[p][half], self.of_row(self.of_groups, group, half, r), v)
+                builder.store(v, total)
+
+    def sum_products(self, sums, group, half, first, behind=()):
+        """sums = those of half a group, whose vectors of weights begin behind number `first`."""
+        builder, vectors = self.builder, SCALE_GROUP // self.inputs
+        for s, (r, _) in zip(sums, self.cells):
+            begins = self.inputs == 4 and ADDED
+            builder.store(self.of_row(self.of_groups, group, half, r) if begins else same(0, INTS), s)
+        with cgutils.for_range(builder, I64(vectors)) as loop:
+            i = builder.add(loop.index, I64(half * vectors))
+            self.add_products(sums, builder.add(first, i), (group, GROUP), (i, self.inputs), behind=behind)
+
+    def of_row(self, numbers, group, half, r):
+        """The number of half a group of row r, in all lanes"""
+        of_row = self.builder.udiv(self.stride, I64(SCALE_GROUP))
+        at = self.at(numbers, None, (of_row, r), (group, GROUP // SCALE_GROUP), half)
+        return broadcast(self.builder, emit_load(self.builder, at))
 
 
 def of_each_input(builder, v, inputs):
@@ -360,63 +362,37 @@ def with_signs(builder, v, of):
 
 
 @njit
-def round_row(x, x_at, K, out, out_at, added, scales, scale_at):
+def round_row(x, x_at, K, out, out_at, scratch, group_at):
     """
-    Round K floats of x to int8, GROUP to a scale, so that the largest of a group is 127. out: 8 bits, the int8 plus
-    `added`; scales: the scale of each group.
+    Round K floats of x to int8, SCALE_GROUP to a scale, so that the largest of a group is 127. For each group, from
+    number group_at on, scratch.scales gets the scale, input_sums the sum of what was rounded, and starts -ADDED times
+    the sum of the int8: of each of the weights with which these are multiplied ADDED is too much.
     """
     not_numbers = constant(0)
-    for g in range(K // GROUP):
-        largest = constant(0)
-        for i in range(g * GROUP, (g + 1) * GROUP, LANES):
+    for g in range(K // SCALE_GROUP):
+        largest, total = constant(0), constant(0)
+        for i in range(g * SCALE_GROUP, (g + 1) * SCALE_GROUP, LANES):
             v = load(x, x_at + i)
             largest, not_numbers = larger(absolute(v), largest), fma(v, constant(0), not_numbers)
         peak = max_lanes(largest)
-        scales[scale_at + g] = peak / np.float32(127)
-        to_whole = splat(np.float32(127) / peak if peak > 0 else np.float32(0))
-        for i in range(g * GROUP, (g + 1) * GROUP, LANES):
-            store_rounded(out, out_at + i, load(x, x_at + i) * to_whole, added)
-    scales[scale_at] += sum_lanes(not_numbers)  # 0, or NaN if an input is NaN or infinite: int8 has no NaN
+        scale, to_whole = peak / np.float32(127), splat(np.float32(127) / peak if peak > 0 else np.float32(0))
+        for i in range(g * SCALE_GROUP, (g + 1) * SCALE_GROUP, LANES):
+            v = nearest(load(x, x_at + i) * to_whole)
+            store_rounded(out, out_at + i, v)
+            total = total + v
+        of_group = sum_lanes(total)
+        scratch.scales[group_at + g], scratch.input_sums[group_at + g] = scale, scale * of_group
+        scratch.starts[group_at + g] = np.int32(-ADDED * of_group) if abs(of_group) < 2**20 else 0  # 0 for a NaN
+    # 0, or NaN if an input is NaN or infinite: int8 has no NaN
+    scratch.scales[group_at] += sum_lanes(not_numbers)
 
 
 @njit
-def sum_groups(rounded, at, K, starts, start_at):
-    """Where the sums of a rounded row with int4 weights begin: these are 8 too large, so at -8 times its sums."""
-    for g in range(K // WEIGHT_GROUP):
-        total = np.int32(0)
-        for i in range(at + g * WEIGHT_GROUP, at + (g + 1) * WEIGHT_GROUP):
-            total += np.int32(np.int8(rounded[i]))
-        starts[start_at + g] = np.int32(-8) * total
-
-
-@njit
-def prepare_rows(w, x, n_rows, K, scratch):
-    """
-    Before `linear` is called: for int8 and int4 weights w, round the rows of x, (n_rows, K), to int8 in the scratch.
-    An instruction for dot products takes unsigned numbers on one side: of int8 weights those may be the inputs.
-    """
-    inputs = inputs_per_vector(w)
-    added = ADDED if inputs == 4 else 0
-    if inputs >= 4:
-        for r in range(n_rows):
-            round_row(x, r * K, K, scratch.rounded, r * K, added, scratch.scales, r * (K // GROUP))
-            if inputs == 8:
-                sum_groups(scratch.rounded, r * K, K, scratch.starts, r * (K // WEIGHT_GROUP))
-
-
-@intrinsic
-def in_int8(typing, panels):
-    """Packed weights of all linears as those of lm_head, which is in int8 where the others are in int4."""
-    to = types.CPointer(types.int8) if panels.dtype == types.uint32 else panels
-
-    def emit(context, builder, sig, args):
-        return builder.bitcast(args[0], context.get_value_type(to))
-    return to(panels), emit
-
-
-@njit
-def for_lm_head(linears):
-    return Linears(in_int8(linears.panels), linears.scale, linears.bias, linears.start, linears.table)
+def prepare_rows(w, x, rows, K, scratch):
+    """Before `linear` is called: for int8 and int4 weights w, round rows (from, to) of x, (.., K), into the scratch."""
+    if inputs_per_vector(w) >= 4:
+        for r in range(rows[0], rows[1]):
+            round_row(x, r * K, K, scratch.rounded, r * K, scratch, r * (K // SCALE_GROUP))
 
 
 @njit
@@ -435,16 +411,16 @@ def tile_sizes(w, n_rows, K):
 @njit(forceinline=True)
 def multiply_sheet(linears, w_at, K, x, row, n_rows, sizes, scratch):
     """The sums of n_rows rows of x, from `row` on, and the sheet at w_at, into scratch.sums: (n_rows, SHEET, LANES)."""
-    w, of_input, k = linears.panels, SHEET * LANES, 0
+    w, k = linears.panels, 0
     n_tile, most, part = sizes
     while k < K:
-        n, at, r = min(part, K - k), w_at + k * of_input, 0
+        n, at, r = min(part, K - k), w_at + sheet_elements(w, k), 0
         while r < n_rows:
             ahead, x_at = at, (row + r) * K + k
             if n_tile < most and r <= n_tile:  # the first two tiles prefetch the next part, half each
-                ahead += n * of_input if r == 0 else n * of_input * 3 // 2
-            multiply_tile(w, at, ahead, linears.start, x, scratch.rounded, scratch.scales, scratch.starts, x_at, K,
-                          min(n_tile, n_rows - r), n, k > 0, scratch.sums, r * of_input)
+                ahead += sheet_elements(w, n) if r == 0 else sheet_elements(w, n) * 3 // 2
+            multiply_tile(w, at, ahead, x, scratch.rounded, scratch.scales, scratch.starts, scratch.input_sums, x_at,
+                          K, min(n_tile, n_rows - r), n, k > 0, scratch.sums, r * SHEET * LANES)
             r += n_tile
         k += part
 
@@ -465,11 +441,12 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
     for sheet in range(panels[0] // SHEET * SHEET, panels[1], SHEET):
         for row in range(0, n_rows, sizes[1]):
             n = min(n_rows - row, sizes[1])
-            multiply_sheet(linears, first_weight + sheet * K * LANES, K, x, row, n, sizes, scratch)
+            w_at = first_weight + sheet // SHEET * sheet_elements(linears.panels, K)
+            multiply_sheet(linears, w_at, K, x, row, n, sizes, scratch)
             for p in range(max(sheet, panels[0]), min(sheet + SHEET, panels[1])):
-                s, b = load(linears.scale, (first_panel + p) * LANES), load(linears.bias, (first_panel + p) * LANES)
+                bias = load(linears.bias, (first_panel + p) * LANES)
                 for i in range(n):
-                    v = fma(load(scratch.sums, (i * SHEET + p - sheet) * LANES), s, b)
+                    v = load(scratch.sums, (i * SHEET + p - sheet) * LANES) + bias
                     zeros = fma(v, zero, zeros)
                     to = (row + i) * n_out + p * LANES
                     if then == ADD:

@@ -29,10 +29,11 @@ from decode.kernel.building import CFunction, call_c, keep_on_disk
 from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, SHEET
 from decode.kernel.linears import (
     ADD,
+    ADDED,
+    ELEMENTS,
     STORE,
     Linears,
     Team,
-    for_lm_head,
     linear,
     prepare_rows,
     shared_linear,
@@ -55,6 +56,7 @@ from decode.kernel.threads import (
     wake,
 )
 from decode.kernel.vectors import (
+    I8,
     LANES,
     bytes_at,
     doubles_at,
@@ -67,20 +69,24 @@ from decode.kernel.vectors import (
     pointer_like,
     shorts_at,
     store,
+    sum_lanes,
 )
 from decode.weights import WEIGHTS
 
+INT8_ELEMENTS = ELEMENTS[I8]
+SHARED_ROWS = 16  # in a step of so many and more the threads share what is done to rows before linears, and wait
 POSTED_THREADS, POSTED_MEMORY, POSTED_SIZES = 2, 3, 4  # in line 0 of threads.Workers.post: the step that is posted
 
 # the arrays of a thread that linears need, see layout.py
-ThreadScratch = namedtuple('ThreadScratch', 'normed sums rounded scales starts')
+ThreadScratch = namedtuple('ThreadScratch', 'normed sums rounded scales starts input_sums')
 
 @njit
-def thread_scratch(memory, thread):
-    at = layout.SCRATCH + layout.N_SCRATCH * thread
-    return ThreadScratch(floats_at(memory[at + layout.NORMED]), floats_at(memory[at + layout.SUMS]),
+def thread_scratch(memory, thread, of_rows):
+    """The scratch of a thread, with the rows of thread number of_rows"""
+    at, own = layout.SCRATCH + layout.N_SCRATCH * of_rows, layout.SCRATCH + layout.N_SCRATCH * thread
+    return ThreadScratch(floats_at(memory[at + layout.NORMED]), floats_at(memory[own + layout.SUMS]),
                          bytes_at(memory[at + layout.ROUNDED]), floats_at(memory[at + layout.SCALES]),
-                         ints_at(memory[at + layout.STARTS]))
+                         ints_at(memory[at + layout.STARTS]), floats_at(memory[at + layout.INPUT_SUMS]))
 
 
 @njit
@@ -148,8 +154,7 @@ def list_slots(memory, sizes, seq, at):
 def packed_linears(like, memory):
     """The linears; their packed weights are of the type of `like`."""
     return Linears(
-        pointer_like(like, memory[layout.PANELS]), floats_at(memory[layout.SCALE]), floats_at(memory[layout.BIAS]),
-        shorts_at(memory[layout.START]), longs_at(memory[layout.LINEARS]))
+        pointer_like(like, memory[layout.PANELS]), floats_at(memory[layout.BIAS]), longs_at(memory[layout.LINEARS]))
 
 
 @njit
@@ -164,12 +169,14 @@ def load_embedding(address, sizes, i, n):
 def unpack_row(memory, sizes, token, x, at):
     """x from number `at` on = a token's row of lm_head, which is packed in int8, see linears.py."""
     of_head = longs_at(memory[layout.LINEARS] + sizes[layout.N_LAYER] * LINEARS_PER_LAYER * layout.N_COLUMNS * 8)
-    n, panel, lane = of_head[layout.N_INPUTS], token // LANES, token % LANES
-    first = of_head[layout.FIRST_WEIGHT] + (panel // SHEET * SHEET * n + panel % SHEET * 4) * LANES + lane * 4
-    whole, scale = bytes_at(memory[layout.PANELS]), floats_at(memory[layout.SCALE])
-    for i in range(n):
-        x[at + i] = scale[of_head[layout.FIRST_PANEL] * LANES + token] * np.int8(
-            whole[first + i // 4 * SHEET * LANES * 4 + i % 4])
+    n_groups, outputs, output = of_head[layout.N_INPUTS] // GROUP, SHEET * LANES, token % (SHEET * LANES)
+    first = of_head[layout.FIRST_WEIGHT] + token // outputs * n_groups * INT8_ELEMENTS * outputs
+    for g in range(n_groups):
+        of_group = memory[layout.PANELS] + first + g * INT8_ELEMENTS * outputs
+        scale = sum_lanes(load_stored_first(shorts_at(of_group), floats_at(of_group), output, 1))
+        whole = bytes_at(of_group + (2 * outputs + 4 * output))
+        for i in range(GROUP):
+            x[at + g * GROUP + i] = scale * np.int8(whole[i // 4 * outputs * 4 + i % 4] - ADDED)
 
 
 @njit
@@ -221,6 +228,12 @@ def keep_wanted(thread, n_threads, memory, sizes):
             store(x, i * C_p + j, load(x, wanted[i] * C_p + j))
 
 
+@njit
+def rows_of(team, n_rows, shared):
+    """The rows (from, to) that a thread prepares: its share, or all of them, so that it need not wait for others."""
+    return share(n_rows, team.thread, team.n_threads) if shared else (np.int64(0), n_rows)
+
+
 @njit(inline='always')  # into `part_on`, its only caller: compiled by itself it would be optimised twice
 def gpt_step(thread, n_threads, like, memory_at, sizes_at):
     """The part of a step that thread number `thread` of n_threads computes; see the top of this file."""
@@ -232,7 +245,9 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
     y_p = padded(n_head * sizes[layout.HEAD_DIM], GROUP)
     x, y, ff = floats_at(memory[layout.X]), floats_at(memory[layout.Y]), floats_at(memory[layout.FF])
     q, kv, counter = floats_at(memory[layout.Q]), floats_at(memory[layout.KV]), longs_at(memory[layout.BARRIER])
-    linears, norms, scratch = packed_linears(like, memory), norms_of_rows(memory, sizes), thread_scratch(memory, thread)
+    shared = n_rows >= SHARED_ROWS
+    linears, norms, scratch = packed_linears(like, memory), norms_of_rows(memory, sizes), thread_scratch(
+        memory, thread, 0 if shared else thread)
     normed, team = scratch.normed, Team(thread, n_threads, longs_at(memory[layout.CLAIMS]))
 
     (heads, kv_heads), panels = heads_of(sizes, thread, n_threads), head_p // LANES
@@ -246,9 +261,12 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
 
     for layer in range(n_layer):
         first = layer * LINEARS_PER_LAYER
-        for r in range(n_rows):
+        rows = rows_of(team, n_rows, shared)
+        for r in range(rows[0], rows[1]):
             row_norm(x, r * C_p, norms, 2 * layer, C, normed, r * C_p)
-        prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
+        prepare_rows(linears.panels, normed, rows, C_p, scratch)
+        if shared:
+            barrier(counter, n_threads)
         linear(linears, first + layout.QUERIES, q_panels, normed, n_rows, STORE, q, n_head * head_p, scratch)
         linear(linears, first + layout.KEYS_VALUES, kv_panels, normed, n_rows, STORE, kv, 2 * n_kv_head * head_p,
                scratch)
@@ -264,26 +282,34 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
             keep_wanted(thread, n_threads, memory, sizes)
             barrier(counter, n_threads)
 
-        prepare_rows(linears.panels, y, n_rows, y_p, scratch)
+        rows = rows_of(team, n_rows, shared)
+        prepare_rows(linears.panels, y, rows, y_p, scratch)
+        if shared:
+            barrier(counter, n_threads)
         shared_linear(team, linears, first + layout.ATTENTION_PROJECTION, y, n_rows, ADD, x, C_p, scratch)
         barrier(counter, n_threads)
 
-        for r in range(n_rows):
+        for r in range(rows[0], rows[1]):
             row_norm(x, r * C_p, norms, 2 * layer + 1, C, normed, r * C_p)
-        prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
+        prepare_rows(linears.panels, normed, rows, C_p, scratch)
+        if shared:
+            barrier(counter, n_threads)
         shared_linear(team, linears, first + layout.MLP_HIDDEN, normed, n_rows, activation, ff, ff_p, scratch)
         barrier(counter, n_threads)
 
-        prepare_rows(linears.panels, ff, n_rows, ff_p, scratch)
+        prepare_rows(linears.panels, ff, rows, ff_p, scratch)
+        if shared:
+            barrier(counter, n_threads)
         shared_linear(team, linears, first + layout.MLP_PROJECTION, ff, n_rows, ADD, x, C_p, scratch)
         barrier(counter, n_threads)
 
-    for r in range(n_rows):
+    for r in range(rows[0], rows[1]):
         row_norm(x, r * C_p, norms, 2 * n_layer, C, normed, r * C_p)
+    prepare_rows(linears.panels, normed, rows, C_p, scratch)
+    if shared:
+        barrier(counter, n_threads)
     logits = floats_at(memory[layout.LOGITS])
-    of_head = for_lm_head(linears)
-    prepare_rows(of_head.panels, normed, n_rows, C_p, scratch)
-    if not shared_linear(team, of_head, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch):
+    if not shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch):
         claim(sizes, layout.NOT_NUMBERS)
 
 

@@ -178,10 +178,9 @@ def store_first(builder, array, i, v, n):
 
 
 @instruction(types.void)
-def store_rounded(builder, array, i, v, added):
-    """array[i : i + LANES] = v + added in 8 bits; v within +-127, rounded to the nearest whole number, half to even"""
-    whole = builder.add(to_ints(builder, v), broadcast(builder, builder.trunc(added, I32)))
-    small = builder.trunc(whole, ir.VectorType(I8, LANES))
+def store_rounded(builder, array, i, v):
+    """array[i : i + LANES] = v in 8 bits; v within +-127, rounded to the nearest whole number, half to even"""
+    small = builder.trunc(to_ints(builder, v), ir.VectorType(I8, LANES))
     builder.store(small, address(builder, array, i, small.type)).align = 1
 
 
