@@ -55,7 +55,6 @@ NOTHING = {  # the values with which a field asks for nothing, besides 0, false 
     'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
 ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens'}
-GUIDED = {f'guided_{name}': name for name in ('json', 'regex', 'choice', 'grammar')}  # older names in vLLM
 
 
 class APIError(Exception):
@@ -93,8 +92,6 @@ def parsed(kind, data, defaults=None):
     known = {field.alias or name for name, field in kind.model_fields.items()}
     try:
         fields = asked_for(without_nulls(fields), known)
-        if 'structured_outputs' in known - fields.keys() and (older := GUIDED.keys() & fields.keys()):
-            fields['structured_outputs'] = {GUIDED[name]: fields.pop(name) for name in older}
         if unknown := [name for name in fields if name not in known]:
             raise unknown_field(next((name for name in UNSUPPORTED if name in unknown), unknown[0]), known)
         return kind.model_validate({name: v for name, v in (defaults or {}).items() if name in known} | fields)

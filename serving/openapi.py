@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from pydantic.json_schema import models_json_schema
 
-VERSION = '1'  # of the API
 TEXT = {'type': 'string'}
 ERROR = {'type': 'object', 'required': ['error'], 'properties': {'error': {
     'type': 'object', 'required': ['message', 'type', 'param', 'code'], 'properties': {
@@ -49,7 +48,7 @@ def openapi(endpoints, has_key):
     """The description of endpoints, a dict. has_key: do requests need an API key?"""
     bodies = [(endpoint.body, 'validation') for endpoint in endpoints if endpoint.body]
     schemas = models_json_schema(bodies, ref_template='#/components/schemas/{model}')[1]['$defs']
-    return {'openapi': '3.1.0', 'info': {'title': "nanoGPT's completions", 'version': VERSION,
+    return {'openapi': '3.1.0', 'info': {'title': "nanoGPT's completions", 'version': '1',
                                          'description': "Answers are those of OpenAI's API, with fields of vLLM."},
             'components': {'schemas': schemas | {'Error': ERROR},
                            'securitySchemes': {'key': {'type': 'http', 'scheme': 'bearer'}}},

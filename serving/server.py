@@ -34,7 +34,7 @@ from serving.api import APIError, invalid, parsed
 from serving.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from serving.connection import IDLE, Connection
 from serving.engine_thread import QueueFull
-from serving.openapi import VERSION, Endpoint, openapi
+from serving.openapi import Endpoint, openapi
 from serving.request import Output, check_ids
 from serving.responses import Response as ModelResponse
 from serving.responses import ResponseBody, renamed
@@ -312,11 +312,6 @@ async def models(service, request):
     return JSON(model)
 
 
-async def version(service, request):
-    """The version of the API"""
-    return JSON({'version': VERSION})
-
-
 async def tokenizer_info(service, request):
     """The tokenizer_config.json of the tokenizer"""
     service.check_loaded()
@@ -397,8 +392,6 @@ ENDPOINTS = [
     Endpoint('GET', '/tokenizer_info', tokenizer_info),
     Endpoint('GET', '/cache', cache),
     Endpoint('GET', '/health', health, key=False),
-    Endpoint('GET', '/ping', health, key=False),
-    Endpoint('GET', '/version', version, key=False),
     Endpoint('GET', '/metrics', metrics, 'text/plain', key=False),
     Endpoint('GET', '/openapi.json', description, key=False),
     *(Endpoint('GET', path, page, kind, key=False) for path, kind in PAGE.items()),

@@ -86,7 +86,7 @@ def test_errors_name_the_field(fields, param):
     dict(temperature=None, stop=None, logit_bias=None, suffix=None, top_p=None, n=None, max_tokens=None),
     dict(stream_options=dict(include_usage=None)), dict(nobody_knows=None, tools=None, audio=None, prediction=None),
     dict(add_special_tokens=True), dict(include_stop_str_in_output=False), dict(logit_bias=[]), dict(grammar=''),
-    dict(guided_choice=[], guided_json={}, structured_outputs=dict(json=None)), dict(stop=[None]), dict(max_tokens=-1),
+    dict(guided_choice=[], structured_outputs=dict(json=None)), dict(stop=[None]), dict(max_tokens=-1),
     dict(response_format=dict(type='text', json_schema=None)), dict(logit_bias={'5': None}),
     dict(usage=dict(include=True)), dict(dry_multiplier=0, mirostat=0, mirostat_tau=5, n_probs=0, id_slot=-1),
     dict(samplers=[], top_a=0, typical_p=1.0)], ids=str)

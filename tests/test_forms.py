@@ -194,14 +194,13 @@ PERSON = dict(type='object', properties=dict(age=dict(type='integer', minimum=0,
     (dict(response_format=dict(type='json_schema', json_schema=dict(name='p', schema=PERSON, strict=True))),
      lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
     (dict(structured_outputs=dict(json=PERSON)), lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
-    (dict(guided_json=json.dumps(PERSON)), lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
+    (dict(structured_outputs=dict(json=json.dumps(PERSON))),
+     lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
     (dict(structured_outputs=dict(json=dict(const=None))), lambda text: text == 'null'),
     (dict(structured_outputs=dict(regex='[A-F]{3}[0-9]?')), lambda text: re.fullmatch('[A-F]{3}[0-9]?', text)),
-    (dict(guided_regex='[A-F]{3}'), lambda text: re.fullmatch('[A-F]{3}', text)),
     (dict(structured_outputs=dict(choice=['up', 'down'])), ['up', 'down'].__contains__),
-    (dict(guided_choice=['up', 'down']), ['up', 'down'].__contains__),
-    (dict(structured_outputs=dict(grammar=NESTED)), lambda text: by_counting(text)[1]),
-    (dict(guided_grammar=NESTED), lambda text: by_counting(text)[1])], ids=lambda x: str(x) if type(x) is dict else '')
+    (dict(structured_outputs=dict(grammar=NESTED)), lambda text: by_counting(text)[1])],
+    ids=lambda x: str(x) if type(x) is dict else '')
 def test_the_server_gives_texts_of_the_form(chat, fields, check):
     """In chats and completions, several samples, streamed or not; what is cut off ends with length."""
     how = dict(temperature=1.5, seed=4, n=3, max_tokens=200) | fields
@@ -241,12 +240,12 @@ def test_the_server_gives_texts_of_the_form(chat, fields, check):
      'characters'),
     (dict(structured_outputs=dict(choice=[1])), 'structured_outputs.choice.0', 'string'),
     (dict(structured_outputs=dict(choice=[''])), 'structured_outputs.choice', 'empty'),
-    (dict(guided_grammar='start: nothing'), 'structured_outputs.grammar', 'nothing'),
+    (dict(structured_outputs=dict(grammar='start: nothing')), 'structured_outputs.grammar', 'nothing'),
     (dict(structured_outputs=dict(grammar='start: "a"\nstart2: (')), 'structured_outputs.grammar', '2(10)'),
     (dict(structured_outputs=dict(regex='a', choice=['b'])), 'structured_outputs.choice', 'give one'),
     (dict(structured_outputs=dict(regex='a'), response_format=dict(type='json_object')), 'response_format.type',
      'give one'),
-    (dict(structured_outputs=dict(regex='a'), guided_regex='a'), 'guided_regex', 'structured_outputs'),
+    (dict(guided_regex='a'), 'guided_regex', 'structured_outputs'),
     (dict(structured_outputs=dict(lark='a')), 'structured_outputs.lark', 'leave it out')],
     ids=lambda value: str(value)[:60])
 def test_a_form_that_cannot_be_had_is_refused_by_its_field(chat, fields, param, said):

@@ -82,7 +82,7 @@ def chat(browser, chat_server):
 def opened(browser, client, engine):
     """The page that it yields finds nothing stored in the browser, and nothing remembered in the pool."""
     page = Page(browser, client, engine)
-    browser.get(f'{client.base_url}/ping')
+    browser.get(f'{client.base_url}/health')
     browser.execute_script('sessionStorage.clear(); localStorage.clear()')
     engine.until(lambda: not engine.live)
     with engine.steps:

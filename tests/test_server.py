@@ -257,7 +257,6 @@ def test_what_clients_ask_besides(engine):
         assert client.get('/v1/models/someone%2Ftoy').json() == listed
         for path in ('/v1/models/toy', '/v1/models/'):
             assert refused(client.get(path), 404)['code'] == 'model_not_found'
-        assert set(client.get('/version').json()) == {'version'} and client.get('/ping').json() == {'status': 'ok'}
         assert client.get('/tokenizer_info').json()['tokenizer_class'] == 'PreTrainedTokenizerFast'
         for path, word in (('/v1/embeddings', 'no embeddings'), ('/chat/completions', 'begin with /v1')):
             assert word in refused(client.post(path, json={}), 404)['message']
@@ -477,7 +476,7 @@ def test_connections_that_wait_are_closed(engine, monkeypatch):
     with serving(engine) as client:
         slow = post(client, dict(prompt='a', max_tokens=2, stream=True))
         waiting = {'nothing': b'', 'head': b'GET / HTTP/1.1\r\nHost: loc', 'body': heads(dict(prompt='a'))[:-3],
-                   'next': b'GET /version HTTP/1.1\r\n\r\n', 'next head': b'GET /version HTTP/1.1\r\n\r\nGET',
+                   'next': b'GET /health HTTP/1.1\r\n\r\n', 'next head': b'GET /health HTTP/1.1\r\n\r\nGET',
                    'refused': b'POST /nowhere HTTP/1.1\r\nContent-Length: 9\r\n\r\n{'}
         waiting = {name: connected(client, data) for name, data in waiting.items()}
         answers = {name: read_all(connection)[0] if name != 'nothing' else connection.recv(1)
@@ -609,7 +608,8 @@ def test_a_form_that_compiles_slowly_holds_up_no_stream(monkeypatch):
         with client.stream('POST', '/v1/completions', json=dict(prompt='a', max_tokens=9, stream=True)) as stream:
             lines = stream.iter_lines()
             assert '"b"' in next(lines)
-            slow = pool.submit(client.post, '/v1/completions', json=dict(prompt='a', guided_regex='b'))
+            body = dict(prompt='a', structured_outputs=dict(regex='b'))
+            slow = pool.submit(client.post, '/v1/completions', json=body)
             assert began.wait(10)
             engine.allow(float('inf'))
             assert 'data: [DONE]' in lines
