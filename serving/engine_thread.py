@@ -13,7 +13,7 @@ from collections import deque
 
 from decode.draw import log_probabilities
 from engine.sequence import MOST_AHEAD
-from serving.request import Logprobs, Output, check_ids, chunk_interval
+from serving.request import Logprobs, Output, chunk_interval
 from serving.stats import Snapshots, Stats
 from tokenizer import TextStream, WholeTexts
 
@@ -60,7 +60,6 @@ class EngineThread:
 
     def __init__(self, engine, token_bytes, end_tokens=(), special_ids=(), max_queue=1024):
         self.engine, self.vocab_size = engine, engine.model.config.vocab_size
-        check_ids('end_tokens', end_tokens, self.vocab_size)
         bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
         self.end_tokens, self.all_texts = end_tokens, WholeTexts(bytes_of)
         self.texts = WholeTexts(lambda token: b'' if token in special_ids else bytes_of(token))
@@ -80,20 +79,10 @@ class EngineThread:
         self.thread.start()
 
     def submit(self, request):
-        """
-        Begin a request. `QueueFull` if too many wait or the engine stops; ValueError if the request does not fit the
-        model's context or can never fit the pool, and if there is one with its id.
-        """
-        n, most = len(request.prompt) + request.max_tokens, self.engine.model.config.max_positions
-        if n > most:
-            raise ValueError(f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: "
-                             f"together {n}, but the model's context is {most} tokens")
-        self.engine.check_room(request.prompt, request.max_tokens)
+        """Begin a request, which has an id of its own. `QueueFull` if too many wait or the engine stops."""
         with self.condition:
             if self.draining:
                 raise QueueFull("the server is stopping and takes no requests: send it again later")
-            if request.id in self.live:
-                raise ValueError(f"there is a request with the id {request.id!r} already: give each one its own")
             n_queued = sum([live.request.n for live in self.live.values()  # a preempted one has begun
                             if not live.sequences or live.sequences[0].n_found is None])
             if n_queued + request.n > self.max_queue:

@@ -180,14 +180,10 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(self, prompt, max_tokens, n, seed, bad, stop, salt, breaks_after, how):
         self.n += 1
         request = request_of(str(self.n), prompt + [BAD] * bad, max_tokens, seed, n, stop=stop, cache_salt=salt, **how)
-        client = Client(self.executor, request, breaks_after)
-        try:
+        n_tokens = len(request.prompt) + max_tokens
+        if n_tokens <= min(self.model.config.max_positions, self.pool.n_slots):  # as `served.n_new_tokens` lets in
+            self.clients[request.id] = Client(self.executor, request, breaks_after)
             self.thread.submit(request)
-        except ValueError as e:
-            n_pages = -(-(len(request.prompt) + max_tokens - 1) // self.pool.page_size)
-            assert 'context' in str(e) or n_pages > self.pool.n_pages
-            return
-        self.clients[request.id] = client
 
     @rule(data=st.data(), soon=st.sampled_from([None, None, 0, 1, 3]))
     def abort(self, data, soon):

@@ -115,7 +115,7 @@ def test_stop_ends_steps_that_would_repeat_and_aborts_what_has_not_ended(served,
 
 
 def test_an_abort_ends_steps_that_would_repeat(served, monkeypatch):
-    """Its id can be that of a later request, and of no other one before."""
+    """Its id can be that of a later request."""
     monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
     thread, executor = served
     client = ask(thread, 'a', max_tokens=20)
@@ -123,8 +123,6 @@ def test_an_abort_ends_steps_that_would_repeat(served, monkeypatch):
         executor.wait()
         executor.may_go_on.release()
     executor.wait()
-    with pytest.raises(ValueError, match="'a' already"):
-        ask(thread, 'a')
     thread.abort('a')
     executor.go_on()
     assert client.wait().reasons == ['abort'] and len(client.tokens[0]) == 4
@@ -207,22 +205,6 @@ def test_the_text_of_a_block_changes_with_its_tokens():
     for token in (1, 2):  # the second prompt takes pages of the first
         finished(thread, 'a', [token] * 12, 1)
         assert [block['text'] for block in thread.state()['blocks']].count(BYTES[token].decode() * 4) == 3
-
-
-@pytest.mark.parametrize('wrong, words', [
-    (dict(prompt=[1] * 60), 'together 68'), (dict(prompt=[]), 'no tokens'), (dict(min_tokens=9), 'min_tokens'),
-    (dict(prompt=[1] * 30, max_tokens=30), '15 pages of 4 slots, and the pool has 14')])
-def test_what_can_never_run_is_refused_at_once(wrong, words):
-    thread, _ = tiny(n_pages=14)
-    with pytest.raises(ValueError, match=words):
-        submit(thread, 'a', **(dict(prompt=[1]) | wrong))
-    assert not thread.live and finished(thread, 'a', [1, 2]).reasons == ['length']
-
-
-@pytest.mark.parametrize('token', [-1, V])
-def test_an_end_token_outside_the_vocabulary_is_refused(token):
-    with pytest.raises(ValueError, match=f'end_tokens has the token id {token}, and the vocabulary'):
-        tiny(end_tokens=(2, token))
 
 
 HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, min_p=0.02), dict(frequency_penalty=1.5),
