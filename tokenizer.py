@@ -318,7 +318,7 @@ def state_of_dataset(folder):
 def state_beside(folder):
     """
     What the files beside a tokenizer.json say of a tokenizer, as in a state: tokenizer_config.json, special_tokens_map
-    .json, generation_config.json, config.json, chat_template.jinja and chat_template.json, all of which may be absent.
+    .json, generation_config.json, config.json and chat_template.jinja, all of which may be absent.
     ValueError if one of them is damaged.
     """
     def read(name):
@@ -340,8 +340,6 @@ def state_beside(folder):
     template, path = config.get('chat_template'), os.path.join(folder, 'chat_template.jinja')
     if os.path.exists(path):
         template = read_text(path)
-    elif template is None:
-        template = read('chat_template.json').get('chat_template')
     if isinstance(template, list):  # several by name
         template = {each.get('name'): each.get('template') for each in template if isinstance(each, dict)}
     if isinstance(template, dict):

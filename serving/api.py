@@ -36,7 +36,7 @@ UNSUPPORTED = {  # what asks for something that is not here; a body with several
     'store': "this server keeps no answers",
     'service_tier': "this server has one tier: leave it out",
     'reasoning_effort': TEMPLATE, 'reasoning': TEMPLATE, 'thinking': TEMPLATE, 'enable_thinking': TEMPLATE,
-    'chat_template': "the template of the model's own files is used",
+    'documents': TEMPLATE, 'chat_template': "the template of the model's own files is used",
     'prompt_logprobs': "echo with logprobs gives those of a prompt",
     'repeat_penalty': "its name is repetition_penalty here",
     'n_predict': LENGTH, 'max_new_tokens': LENGTH, 'max_completion_tokens': LENGTH, 'max_tokens': LENGTH,

@@ -323,8 +323,6 @@ class ConversationFields(Strict):
     continue_final_message: bool = Field(False, description="go on with the last message, of the assistant")
     chat_template_kwargs: dict = Field(default_factory=dict, description="more variables of the chat template, "
                                                                          "enable_thinking for example")
-    documents: list_of(dict, max_length=MOST_MESSAGES) = Field(default_factory=list,
-                                                               description="given to the chat template")
     tools: list_of(Tool, max_length=MOST_TOOLS) = Field(default_factory=list, description="that an answer may call")
 
     @property
@@ -339,8 +337,7 @@ class ConversationFields(Strict):
         given = dict(continue_final_message=self.continue_final_message)
         if self.add_generation_prompt is not None:
             given['add_generation_prompt'] = self.add_generation_prompt
-        given |= {name: value for name in ('documents', 'tools') if (value := getattr(self, name))}
-        return self.chat_template_kwargs | given
+        return self.chat_template_kwargs | given | (dict(tools=self.tools) if self.tools else {})
 
 
 class ChatBody(GenerationBody, ConversationFields):

@@ -48,7 +48,6 @@ PATIENCE, MOST_WAITING = 10, 512  # seconds that a request may wait for a thread
 THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
-INSTEAD = {'/v1/embeddings': "it makes no embeddings: /v1/completions and /v1/chat/completions write texts"}
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 # files whose names have their versions
 VENDORED = [f'/vendor/{name}' for name in sorted(os.listdir(f'{FOLDER}/vendor')) if name.endswith('.js')]
@@ -252,8 +251,8 @@ async def error_answer(request, e):
 async def http_error(request, e):
     """An address that does not exist, or does with another method."""
     path = request.scope['path'][:100]  # request.url reads the Host, which may be none
-    advice = INSTEAD.get(path, "OpenAI's addresses begin with /v1, and GET /openapi.json lists all")
-    message = f"this server does not answer {request.method} {path}: {advice}"
+    message = (f"this server does not answer {request.method} {path}: OpenAI's addresses begin with /v1, and GET "
+               "/openapi.json lists all")
     return JSON(APIError(e.status_code, message).json(), e.status_code, e.headers)
 
 

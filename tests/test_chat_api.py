@@ -219,8 +219,7 @@ CHAT_PREFIX = '<|im_start|>user\nHéllo<|im_end|>\n<|im_start|>assistant\n'
 
 def test_variables_of_the_template(model):
     source = TOKENIZER.chat_template.source + (
-        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-        "{% for d in documents or [] %}{{ d.title }}{% endfor %}")
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
     tokenizer = from_state(TOKENIZER.state() | dict(chat_template=source))
     said = dict(messages=[dict(role='user', content='Héllo')])
     with chatting(model, tokenizer=tokenizer) as (client, _):
@@ -230,7 +229,6 @@ def test_variables_of_the_template(model):
             return tokenizer.decode(answer.json()['tokens'])
         assert text() == text(chat_template_kwargs=dict(enable_thinking=True)) == CHAT_PREFIX
         assert text(chat_template_kwargs=dict(enable_thinking=False)) == CHAT_PREFIX + '<think></think>'
-        assert text(documents=[dict(title='T', text='x')]) == CHAT_PREFIX + 'T'
         off = dict(add_generation_prompt=False)
         assert text(chat_template_kwargs=off) == text(**off) == CHAT_PREFIX.removesuffix('<|im_start|>assistant\n')
         for name in ('messages', 'self', 'tools'):
@@ -307,10 +305,10 @@ def test_a_tokenizer_may_have_special_tokens_that_the_model_lacks(model):
 
 
 def test_what_is_nested_too_deeply_is_refused(chat):
-    for name, deep in (('documents', '[{"a": %s%s}]'), ('chat_template_kwargs', '{"a": %s%s}')):
-        body = f'{{"messages": [{{"role": "user", "content": "a"}}], "{name}": {deep % ("[" * 990, "]" * 990)}}}'
-        response = chat[0].post('/v1/chat/completions', content=body)
-        assert response.status_code == 400 and 'nested too deeply' in response.json()['error']['message']
+    deep = f'{{"a": {"[" * 990}{"]" * 990}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "chat_template_kwargs": {deep}}}'
+    response = chat[0].post('/v1/chat/completions', content=body)
+    assert response.status_code == 400 and 'nested too deeply' in response.json()['error']['message']
 
 
 def test_tokens_with_and_without_what_the_tokenizer_adds_and_their_texts():

@@ -137,9 +137,6 @@ def test_sentencepiece_with_bytes_is_the_librarys():
      dict(chat_template='{% if tools %}\n{{ 2 }}{% else %}\n{{ 3 }}{% endif %}')),
     ({'tokenizer_config.json': dict(chat_template='{{ 1 }}'), 'chat_template.jinja': '{{ 4 }}'},
      dict(chat_template='{{ 4 }}')),
-    ({'chat_template.json': dict(chat_template='{{ 5 }}')}, dict(chat_template='{{ 5 }}')),
-    ({'chat_template.json': dict(chat_template='{{ 5 }}'), 'tokenizer_config.json': dict(chat_template='{{ 1 }}')},
-     dict(chat_template='{{ 1 }}')),
     ({'special_tokens_map.json': dict(eos_token=dict(content='</s>'))},
      dict(special_tokens=dict(eos_token='</s>'))),
 ])
