@@ -1,13 +1,7 @@
-"""
-Outside judges: models of transformers with the same weights, llama.cpp's context shift, and the Attention and
-RotaryEmbedding cases of the ONNX operator suite.
-"""
+"""Outside judges: models of transformers with the same weights, and llama.cpp's context shift."""
 import functools
-import importlib
 import random
-import warnings
 
-import numpy as np
 import pytest
 import torch
 from conftest import sizes
@@ -18,8 +12,7 @@ from test_executors import Slots, Text
 from decode.cpu import CPUExecutor
 from decode.eager import EagerExecutor
 from kvcache.llamacpp.cache import CellCache
-from model import GPT, GPTConfig, LayerKVCache, attend
-from positions import Positions, rotate, visible
+from model import GPT
 
 SIZES = dict(vocab_size=50, n_layer=3, n_embd=48)
 
@@ -153,140 +146,3 @@ def test_llama_cpp_shifts_its_context_as_our_cells(config, monkeypatch):
                 assert worst < 5e-5, (cache.unified, step, worst)
             lengths = [n + 1 for n in lengths]
     assert n_shifts > sizes(5, 50)
-
-
-def onnx_cases(operator):
-    """The cases of an operator, without those that express it by others."""
-    pytest.importorskip('onnx', reason="onnx is not installed")
-    from onnx.backend.test.case import node
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        importlib.import_module(f'{node.__name__}.{operator.lower()}')  # adds its cases to the list of all
-    return [c for c in node._NodeTestCases if c.model.graph.node[0].op_type == operator and 'expanded' not in c.name]
-
-
-def attributes_of(node):
-    return {a.name: a.f if a.type == a.FLOAT else a.i for a in node.attribute}
-
-
-def why_not(node, inputs):
-    """Why an Attention case is not about what our attention does; None if it is."""
-    attributes = attributes_of(node)
-    if 'softcap' in attributes:
-        return 'soft-capped scores: GPT-2 has none'
-    if 'scale' in attributes:
-        return 'a scale of its own: ours is 1 / sqrt(head_dim)'
-    if 'softmax_precision' in attributes:
-        return 'a softmax in a precision of its own'
-    if not attributes.get('is_causal') and ('nonpad_kv_seqlen' in inputs or 'left_window_size' in attributes):
-        return 'a window or lengths without the causal rule, which ours always has'
-    if any(word in node.name for word in ('fullymasked', 'robustness', 'structural_empty')):
-        return 'rows that may see nothing: a causal row always sees itself'
-    return None
-
-
-def named_inputs(case):
-    node = case.model.graph.node[0]
-    node.name = case.name
-    values = iter(case.data_sets[0][0])
-    return node, {name: next(values) for name in node.input if name}
-
-
-def tensor(x):
-    return torch.from_numpy(np.asarray(x, dtype=np.float32) if x.dtype.name == 'bfloat16' else x.copy())
-
-
-def run_attention(node, inputs):
-    """The ONNX node through our cache, our mask and our attention: {output name: array}."""
-    attributes, tensors = attributes_of(node), {name: tensor(x) for name, x in inputs.items()}
-    q, k, v = (tensors[name] for name in 'QKV')
-    packed = q.dim() == 3
-    if packed:  # (B, T, heads * size)
-        n_head, n_kv_head = attributes['q_num_heads'], attributes['kv_num_heads']
-        q, k, v = (t.unflatten(-1, (n, -1)).transpose(1, 2) for t, n in ((q, n_head), (k, n_kv_head), (v, n_kv_head)))
-    outputs, mask, T, n_past = {}, tensors.get('attn_mask'), q.size(2), 0
-    if 'past_key' in tensors:
-        past_k, past_v = tensors['past_key'], tensors['past_value']
-        n_past = past_k.size(2)
-        block_size = n_past + k.size(2) + 3
-        cache = LayerKVCache(
-            *(past.new_full((*past.shape[:2], block_size, past.size(3)), float('nan')) for past in (past_k, past_v)), 0
-        )
-        before, new = torch.arange(n_past + k.size(2)).split([n_past, k.size(2)])
-        cache = cache.append(past_k, past_v, Positions(GPTConfig(), before, k.dtype))[3]
-        k, v, _, cache = cache.append(k, v, Positions(GPTConfig(), new, k.dtype))
-        outputs |= {'present_key': k.numpy(), 'present_value': v.numpy()}
-    q_pos, window = n_past + torch.arange(T), attributes.get('left_window_size', -1) + 1  # not counting the own key
-    if 'nonpad_kv_seqlen' in tensors:  # the number of keys of each row, whose last ones are the queries'
-        q_pos = tensors['nonpad_kv_seqlen'][:, None, None] - T + torch.arange(T)  # (B, 1, T)
-    if not attributes.get('is_causal'):
-        mask = torch.ones(T, k.size(2), dtype=torch.bool) if mask is None else mask
-    elif mask is not None or window or q_pos.dim() > 1 or n_past + T < k.size(2):
-        seen = visible(q_pos[..., None], torch.arange(k.size(2)), window)
-        if mask is None:
-            mask = seen
-        else:  # a mask may end before the keys, and hides the others
-            rest, is_bool = k.size(2) - mask.size(-1), mask.dtype == torch.bool
-            mask = torch.nn.functional.pad(mask, (0, rest), value=False if is_bool else -float('inf'))
-            mask = mask & seen if is_bool else mask.masked_fill(~seen, -float('inf'))
-    y = attend(q, k, v, mask)  # without a mask by the causal rule
-    outputs['Y'] = (y.transpose(1, 2).flatten(2) if packed else y).numpy()
-    return outputs
-
-
-def check_outputs(node, case, outputs, half):
-    for name, expected in zip([o for o in node.output if o], case.data_sets[0][1]):
-        if name != 'qk_matmul_output':  # the scores themselves, which a fused kernel never shows
-            np.testing.assert_allclose(outputs[name].astype(np.float32), np.asarray(expected, np.float32),
-                                       rtol=2e-2 if half else 1e-3, atol=2e-2 if half else 1e-5, err_msg=case.name)
-
-
-def report(operator, passed, skipped):
-    print(f"\n{len(passed)} ONNX {operator} cases apply and pass:", *passed, sep='\n  ')
-    for reason, names in skipped.items():
-        print(f"{len(names)} do not apply, {reason}:", *names, sep='\n  ')
-
-
-def test_onnx_attention_cases():
-    """
-    Every case either applies and passes, or does not for a reason that `why_not` gives and this prints (pytest -s).
-    """
-    passed, skipped = [], {}
-    for case in onnx_cases('Attention'):
-        node, inputs = named_inputs(case)
-        reason = why_not(node, inputs)
-        if reason:
-            skipped.setdefault(reason, []).append(case.name)
-            continue
-        half = any(x.dtype.name in ('float16', 'bfloat16') for x in inputs.values())
-        check_outputs(node, case, run_attention(node, inputs), half)
-        passed.append(case.name)
-    report('Attention', passed, skipped)
-    assert 'test_attention_4d_causal_with_past_and_present' in passed  # lower-right, on a past
-    assert 'test_attention_4d_with_past_and_present' in passed and 'test_attention_3d_with_past_and_present' in passed
-    assert {'test_attention_4d_gqa', 'test_attention_3d_gqa_causal', 'test_attention_4d_gqa_with_past_and_present',
-            'test_attention_4d_gqa_attn_mask'} <= set(passed)
-    assert len(passed) >= 66
-
-
-def test_onnx_rotary_cases():
-    """The cases that are half-split, as ours; those that turn a part of each head only turn that part."""
-    passed, skipped = [], {}
-    for case in onnx_cases('RotaryEmbedding'):
-        node, inputs = named_inputs(case)
-        attributes = attributes_of(node)
-        if attributes.get('interleaved'):
-            skipped.setdefault('pairs of neighbours: ours are half a head apart', []).append(case.name)
-            continue
-        x, cos, sin, *position_ids = map(tensor, inputs.values())
-        packed = x.dim() == 3
-        if packed:
-            x = x.unflatten(-1, (attributes['num_heads'], -1)).transpose(1, 2)
-        if position_ids:  # else the tables are those of the tokens already
-            cos, sin = cos[position_ids[0]], sin[position_ids[0]]
-        n = attributes.get('rotary_embedding_dim') or x.size(-1)
-        y = torch.cat((rotate(x[..., :n], cos[:, None], sin[:, None]), x[..., n:]), dim=-1)
-        check_outputs(node, case, {node.output[0]: (y.transpose(1, 2).flatten(2) if packed else y).numpy()}, half=False)
-        passed.append(case.name)
-    report('RotaryEmbedding', passed, skipped)
-    assert 'test_rotary_embedding' in passed and len(passed) >= 5
