@@ -4,7 +4,7 @@ the cache does in a step. KV_DEBUG_LAYER=n keeps one layer's lines.
 
     KV_DEBUG=1 KV_DEBUG_LAYER=0 python sample.py --num_samples=1 --max_new_tokens=5
 
-It inherits everything and copies nothing. It also checks its own trace: a line with !!! says that something is wrong.
+With KV_DEBUG=page sample.py writes a page instead, see debug_kv_page.py, which is told what the model does. It inherits everything and copies nothing. It also checks its own trace: a line with !!! says that something is wrong.
 The environment is read when the model runs.
 """
 import os
@@ -33,8 +33,14 @@ def check_layer(n_layer):
                          f"model has {n_layer} layers")
 
 
+def wants_page():
+    """Is a page asked for, in place of lines? Only those with !!! are printed then."""
+    return os.environ.get('KV_DEBUG') == 'page'
+
+
 def trace(who, text):
-    print(f"[KVDBG][{who}] {text}", file=sys.stderr, flush=True)
+    if not wants_page() or text.startswith('!!!'):
+        print(f"[KVDBG][{who}] {text}", file=sys.stderr, flush=True)
 
 
 def alarm(who, text):
@@ -54,6 +60,12 @@ def described(positions):
 
 class CausalSelfAttention(model.CausalSelfAttention):
     layer = None  # its number, set by GPT
+    recording = None  # a `debug_kv_page.Recording`
+
+    def attend(self, q, k, v, *how):
+        if self.recording:
+            self.recording.attends(self.layer, q, k, v, *how)
+        return super().attend(q, k, v, *how)
 
     def forward(self, x, positions, layer_cache=None, *how):
         y, new_cache = super().forward(x, positions, layer_cache, *how)
@@ -91,6 +103,7 @@ class CausalSelfAttention(model.CausalSelfAttention):
 
 class GPT(model.GPT):
     step_number = -1  # number of the present step of a generation
+    recording = None  # a `debug_kv_page.Recording`
 
     def __init__(self, config):
         super().__init__(config)
@@ -116,7 +129,10 @@ class GPT(model.GPT):
                 trace('GPT', f"kv_cache=present {where} cache_pos={kv_cache[0][2]} {pos}")
             else:
                 trace('GPT', f"kv_cache=None {where} {described(positions)}")
-        return super().hidden_states(idx, positions, kv_cache, last_only)
+        x, kv_cache = super().hidden_states(idx, positions, kv_cache, last_only)
+        if self.recording:
+            self.recording.ends_pass(idx, positions, kv_cache)
+        return x, kv_cache
 
     def step(self, idx, kv_cache, use_cache=True):
         self.step_number += 1
@@ -131,11 +147,20 @@ class GPT(model.GPT):
         if tracing() and kv_cache and new_cache and any(
                 new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):
             alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.step_number}")
+        if self.recording:
+            self.recording.ends_step(logits)
         return logits, new_cache
 
     def generate(self, *args, **settings):
         self.step_number = -1
-        return super().generate(*args, **settings)
+        try:
+            idx = super().generate(*args, **settings)
+            if self.recording:
+                self.recording.tokens += idx[0, -1:].tolist()
+            return idx
+        finally:
+            if self.recording:  # it has one generation
+                self.recording.close()
 
 
 def rows_of(sequence=None, *rest):

@@ -7,7 +7,7 @@ Sample from a trained model, or from GPT-2.
     python sample.py --weights=int8 --when_full=shift       the fastest settings; other tokens, see docs/SAMPLING.md
     python sample.py --init_from=FOLDER --chat              talk with a chat model, such as SmolLM2-135M-Instruct
 
-The samples go to stdout, everything else to stderr. KV_DEBUG=1 traces the cache.
+The samples go to stdout, everything else to stderr. KV_DEBUG=1 traces the cache, KV_DEBUG=page writes a page about it.
 """
 import json
 import math
@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import checkpoint
 import debug_kv_model
+import debug_kv_page
 import decode
 import model as plain_model
 from chat.conversation import Conversation, talk
@@ -101,8 +102,10 @@ def print_samples(model, tokenizer, texts, dev):
     prompts = [tokenizer.encode(text) for text in texts]
     say_what_is_cut(prompts, model.config)
     model, printed = rolled(model), Printed(model, tokenizer, prompts)
+    page = debug_kv_page.recorded(model, tokenizer) if debug_kv_model.wants_page() else nullcontext()
     try:
-        (sample_by_model if by_model() else sample_by_engine)(model, tokenizer, prompts, dev, printed)
+        with page:
+            (sample_by_model if by_model() else sample_by_engine)(model, tokenizer, prompts, dev, printed)
     finally:  # what is drawn is printed, whatever ends the run
         printed.end()
     synchronize(dev)
@@ -335,6 +338,9 @@ def check_settings(dev):
     if (keep or n_keep) and when_full not in ('shift', 'roll'):
         raise ValueError(f"keep={keep} and n_keep={n_keep} say what is left of a full context: give when_full=shift or "
                          "roll with them")
+    if debug_kv_model.wants_page() and (chat or not by_model()):
+        raise ValueError("KV_DEBUG=page shows the steps of the model itself: leave out chat and what only the engine has "
+                         "(decoder, weights, kv_cache, kv_bits, when_full=shift, drafts, forms)")
     check_decoder(dev)
 
 
