@@ -4,8 +4,9 @@ the cache does in a step. KV_DEBUG_LAYER=n keeps one layer's lines.
 
     KV_DEBUG=1 KV_DEBUG_LAYER=0 python sample.py --num_samples=1 --max_new_tokens=5
 
-With KV_DEBUG=page sample.py writes a page instead, see debug_kv_page.py, which is told what the model does. It inherits everything and copies nothing. It also checks its own trace: a line with !!! says that something is wrong.
-The environment is read when the model runs.
+With KV_DEBUG=page sample.py writes a page instead: debug_kv_page.py is told what the model does. It inherits everything
+and copies nothing. It also checks its own trace: a line with !!! says that something is wrong. The environment is read
+when the model runs.
 """
 import os
 import sys
@@ -129,9 +130,11 @@ class GPT(model.GPT):
                 trace('GPT', f"kv_cache=present {where} cache_pos={kv_cache[0][2]} {pos}")
             else:
                 trace('GPT', f"kv_cache=None {where} {described(positions)}")
+        if self.recording:
+            self.recording.begins_pass(idx, positions, kv_cache)
         x, kv_cache = super().hidden_states(idx, positions, kv_cache, last_only)
         if self.recording:
-            self.recording.ends_pass(idx, positions, kv_cache)
+            self.recording.ends_pass(positions, kv_cache)
         return x, kv_cache
 
     def step(self, idx, kv_cache, use_cache=True):

@@ -22,7 +22,7 @@ from whole_file import replacing
 PAGE = 'kv_cache.html'  # in the current folder
 TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'debug_kv_page.html')
 MOST_LAYERS, MOST_HEADS, MOST_CHANNELS = 6, 6, 32
-MOST_KEYS, MOST_STEPS, MOST_NUMBERS = 256, 256, 2**20  # the page ends where the first of them is reached
+MOST_POSITIONS, MOST_STEPS, MOST_NUMBERS = 256, 256, 2**20  # the page ends where the first of them is reached
 
 
 @contextmanager
@@ -45,7 +45,8 @@ class Recording:
 
     def __init__(self, model):
         self.model, c, only = model, model.config, os.environ.get('KV_DEBUG_LAYER')
-        self.layers = [int(only)] if only else np.linspace(0, c.n_layer - 1, min(c.n_layer, MOST_LAYERS)).astype(int).tolist()
+        spread = np.linspace(0, c.n_layer - 1, min(c.n_layer, MOST_LAYERS))
+        self.layers = [int(only)] if only else spread.astype(int).tolist()
         self.kv_head = [head * c.n_kv_head // c.n_head for head in range(min(c.n_head, MOST_HEADS))]  # of each head
         self.tokens, self.frames, self.masks, self.shape, self.cut = [], [], {}, None, ''
         self.rows, self.numbers = [], []  # keys and values, (layers, heads, 2, channels) each; scores and weights
@@ -66,6 +67,20 @@ class Recording:
     def multiplies(self, linear, inputs, output):
         self.products += inputs[0][0].numel() * linear.out_features
 
+    def begins_pass(self, idx, positions, cache):
+        """The layers will compute tokens idx (B, T) at positions (T,). cache: that of the tokens before, or None."""
+        if self.again:
+            return
+        fed, start, end = idx[0].tolist(), int(positions[0]), int(positions[-1]) + 1
+        self.tokens[start if cache else len(self.tokens):] = fed if cache or not self.frames else fed[-1:]
+        if end > MOST_POSITIONS and not self.frames:
+            raise ValueError(f"KV_DEBUG=page shows up to {MOST_POSITIONS} positions, and {end} are computed at once: "
+                             "give a shorter prompt")
+        n_numbers = sum(map(torch.numel, self.rows + self.numbers))
+        if end > MOST_POSITIONS or len(self.frames) == MOST_STEPS or n_numbers > MOST_NUMBERS:
+            self.cut = f"The run went on; the page has its first {len(self.frames)} steps."
+            self.close()
+
     def attends(self, layer, q, k, v, mask=None, dropout_p=0.0):
         """What `attend` of model.py is handed."""
         (n_head, T, head_dim), n, inf = q.shape[1:], k.size(2), float('inf')
@@ -81,20 +96,12 @@ class Recording:
             kv = torch.stack((k, v), 2)[:self.kv_head[-1] + 1, ..., :MOST_CHANNELS].transpose(0, 1)
             self.heard.append((kv.cpu(), torch.cat((scores, scores.softmax(-1)), 1).cpu(), (mask[0] > -inf).tolist()))
 
-    def ends_pass(self, idx, positions, cache):
-        """The layers have computed tokens idx (B, T) at positions (T,). cache: the new one, or None."""
+    def ends_pass(self, positions, cache):
+        """The layers have computed tokens at positions (T,). cache: the new one, or None."""
         if self.again:
             return
-        (kv, numbers, seen), self.heard, fed = zip(*self.heard), [], idx[0].tolist()
-        kv, n, start = torch.stack(kv, 1), len(kv[0]), int(positions[0])  # kv: (n, layers, heads, 2, channels)
-        if n > MOST_KEYS and not self.frames:
-            raise ValueError(f"KV_DEBUG=page shows up to {MOST_KEYS} positions, and {n} are computed at once: give a "
-                             "shorter prompt")
-        self.tokens[start if cache else len(self.tokens):] = fed if cache or not self.frames else fed[-1:]
-        n_numbers = sum(map(torch.numel, self.rows + self.numbers))
-        if n > MOST_KEYS or len(self.frames) == MOST_STEPS or n_numbers > MOST_NUMBERS:
-            self.cut = f"The run went on; the page has its first {len(self.frames)} steps."
-            return self.close()
+        (kv, numbers, seen), self.heard, start = zip(*self.heard), [], int(positions[0])
+        kv, n = torch.stack(kv, 1), len(kv[0])  # kv: (n, layers, heads, 2, channels)
         (old, old_rows), rows = self.stored if cache else ((), ()), []
         for i in range(n):
             is_kept = i < len(old) and torch.equal(old[i], kv[i])
@@ -102,7 +109,7 @@ class Recording:
             self.rows += [] if is_kept else [kv[i]]
         masks = [' '.join(''.join(str(int(key)) for key in query) for query in mask) for mask in seen]
         where = positions_in_ring(positions[-1:], n, self.model.config) if cache else positions
-        frame = dict(start=start, n=len(fed), rows=rows, positions=where.tolist(), products=self.products,
+        frame = dict(start=start, n=len(positions), rows=rows, positions=where.tolist(), products=self.products,
                      first=0 if cache else len(self.tokens) - n, at=sum(map(torch.numel, self.numbers)),
                      masks=[self.masks.setdefault(mask, len(self.masks)) for mask in masks])
         if cache:
@@ -134,4 +141,5 @@ class Recording:
             page = f.read().replace('"RUN"', json.dumps(data, separators=(',', ':')).replace('<', '\\u003c'))
         with replacing(PAGE, 'w', encoding='utf-8') as f:
             f.write(page)
-        print(f"page: {PAGE} ({len(self.frames)} steps, {len(page) / 1e3:,.0f} kB). {self.cut}".rstrip(), file=sys.stderr)
+        size = f"{len(self.frames)} steps, {len(page) / 1e3:,.0f} kB"
+        print(f"page: {PAGE} ({size}). {self.cut}".rstrip(), file=sys.stderr)

@@ -339,8 +339,8 @@ def check_settings(dev):
         raise ValueError(f"keep={keep} and n_keep={n_keep} say what is left of a full context: give when_full=shift or "
                          "roll with them")
     if debug_kv_model.wants_page() and (chat or not by_model()):
-        raise ValueError("KV_DEBUG=page shows the steps of the model itself: leave out chat and what only the engine has "
-                         "(decoder, weights, kv_cache, kv_bits, when_full=shift, drafts, forms)")
+        raise ValueError("KV_DEBUG=page shows the steps of the model itself: leave out chat and what only the engine "
+                         "has (decoder, weights, kv_cache, kv_bits, when_full=shift, drafts, forms)")
     check_decoder(dev)
 
 

@@ -21,7 +21,7 @@ class Words:
         return 'a\n tag<b>'[tokens[0] % 8:] if tokens[0] % 5 else chr(97 + tokens[0])
 
 
-@pytest.fixture(scope='module', params=['learned', 'ring', 'uncached'])
+@pytest.fixture(scope='module', params=sizes(['learned', 'ring'], ['learned', 'ring', 'uncached']))
 def page(browser, request, tmp_path_factory):
     """The page of a run, open. page.data: what it has."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -34,12 +34,17 @@ def page(browser, request, tmp_path_factory):
     browser.get('about:blank')
 
 
-def press(page, *keys):
-    ActionChains(page.browser).send_keys(*keys).perform()
+def press(page, key):
+    page['body'].send_keys(key)
 
 
-def classes(page, row):
-    return page.browser.execute_script('return [...document.querySelectorAll(arguments[0])].map(i => i.className)', row)
+def seen(page):
+    """Texts by id, classes of the cells of rows, what the slider says and the height of the mask."""
+    return page.browser.execute_script("""
+        const $ = id => document.getElementById(id), cells = id => [...$(id).children]
+        return {...Object.fromEntries(['number', 'title', 'says', 'tuple'].map(id => [id, $(id).textContent])),
+                ...Object.fromEntries(['names', 'text', 'weights'].map(id => [id, cells(id).map(i => i.className)])),
+                slots: cells('slots').map(i => i.textContent), slider: $('slider').value, mask: $('mask').height}""")
 
 
 def test_the_keys_go_through_the_steps_and_each_says_what_it_does(page):
@@ -47,27 +52,23 @@ def test_the_keys_go_through_the_steps_and_each_says_what_it_does(page):
     kinds = {'learned': ['The prompt', *['One token'] * 5, *['The context is full'] * 6],
              'ring': ['The prompt', 'More of the prompt', *['A slot is used again'] * 11],
              'uncached': ['Without a cache'] * 12}[page.kind]
-    n_dropped = 0
     for i, (f, title) in enumerate(zip(page.data['frames'], kinds, strict=True)):
-        assert page.text('#number') == f'step {i + 1} of {len(kinds)}' and page.text('#title') == title
-        assert int(page['#slider'].get_property('value')) == i
-        cached, end, says = 'cache' in f, f['start'] + f['n'], page.text('#says')
-        assert (f"cache_pos goes from {f['start']} to {end}." in says) == cached
-        assert f"cache_pos {f['start']} → {end}" in page.text('#tuple') or not cached
-        states = ['computed' if p >= f['start'] else 'kept' for p in f['positions']]
-        assert [name.split()[0] for name in classes(page, '#names i')][:len(states)] == states
-        assert classes(page, '#text i') == ['dropped'] * f['first'] + ['kept'] * f['start'] + [
-            'computed'] * f['n'] + ['drawn'] * ('without' in f)
-        ticks = [tick.get_property('textContent') for tick in page.all('#slots i')]
-        assert not cached or f['cache'][2] >= len(ticks) or ticks[f['cache'][2]] == '▲'
-        hidden = ['hidden' in name for name in classes(page, '#weights i')][:len(states)]
-        assert hidden == np.isinf(f['numbers'][0, 0, 0]).tolist()
-        assert page.browser.execute_script('const m = document.getElementById("mask"); return m.height') == f['n']
-        n_dropped = max(n_dropped, f['first'])
+        now, start, end, n = seen(page), f['start'], f['start'] + f['n'], len(f['rows'])
+        assert (now['number'], now['title'], now['slider']) == (f'step {i + 1} of {len(kinds)}', title, str(i))
+        assert (f"cache_pos goes from {start} to {end}." in now['says']) == ('cache' in f)
+        assert [name.split()[0] for name in now['names'][:n]] == [
+            'computed' if position >= start else 'kept' for position in f['positions']]
+        assert now['text'] == ['dropped'] * f['first'] + ['kept'] * start + ['computed'] * f['n'] + [
+            'drawn'] * ('without' in f)
+        assert f'cache_pos {start} → {end}' in now['tuple'] or 'cache' not in f
+        assert [i for i, tick in enumerate(now['slots']) if tick == '▲'] == [
+            slot for slot in f.get('cache', [])[2:] if slot < len(now['slots'])]
+        assert ['hidden' in name for name in now['weights'][:n]] == np.isinf(f['numbers'][0, 0, 0]).tolist()
+        assert now['mask'] == f['n']
         press(page, Keys.ARROW_RIGHT)
-    assert n_dropped == (0 if page.kind == 'ring' else 6) and page['#slider'].get_property('value') == str(i)
+    assert f['first'] == (0 if page.kind == 'ring' else 6) and seen(page)['slider'] == str(i)
     press(page, Keys.ARROW_LEFT)
-    assert page.text('#number').startswith(f'step {i} of')
+    assert seen(page)['slider'] == str(i - 1)
 
 
 def pixels(page, selector):
@@ -116,7 +117,7 @@ def test_what_is_drawn_is_in_the_data(page):
 def test_plays_and_slides(page):
     page.browser.get('about:blank')
     page.browser.get(page.url + '#step=4')
-    page.browser.execute_script('const s = arguments[0]; s.value = 8; s.dispatchEvent(new Event("input"))', page['#slider'])
+    page.browser.execute_script('arguments[0].value = 8; arguments[0].oninput()', page['#slider'])
     assert page.text('#number').startswith('step 9 of')
     press(page, ' ')
     page.wait(lambda: page.text('#number').startswith('step 11 of'))
@@ -132,19 +133,17 @@ def test_plays_and_slides(page):
     assert page.text('#where').startswith('Layer 1') and page.text('#number').startswith('step 2 of')
 
 
-@pytest.mark.parametrize('width, scheme', [(390, 'dark'), (1280, 'light')])
+@pytest.mark.parametrize('width, scheme', sizes([(390, 'dark')], [(390, 'dark'), (1280, 'light')]))
 def test_looks(page, width, scheme, tmp_path):
-    """Nothing is wider than its place in any step, and text stands out; pictures of some steps in the full run."""
+    """Nothing is wider than its place, and text stands out. In the full run there are pictures in the test's folder."""
     with shown(page, width, scheme, 860):
         page.browser.get('about:blank')
         page.browser.get(page.url)
-        for i in range(len(page.data['frames'])):
-            check_look(page, scheme, '#says', '#text i', '#text i:last-child', '#model', '.name', '#key', '#apart', '#play',
-                       '#names i', 'td', '#theme')
-            box = page.browser.execute_script('const b = arguments[0].getBoundingClientRect(); return [b.left, b.right]',
-                                              page['#pick'])
-            assert -1 <= box[0] < box[1] <= width
+        for i in range(0, len(page.data['frames']), sizes(5, 1)):
+            page.browser.execute_script('go(arguments[0])', i)
+            check_look(page, scheme, '#says', '#text i', '#text i:last-child', '#model', '.name', '#key', '#apart',
+                       '#play', '#names i', 'td', '#theme')
+            assert -1 <= page['#pick'].rect['x'] < page['#pick'].rect['x'] + page['#pick'].rect['width'] <= width
             assert sizes(True, i % 5) or page.browser.save_screenshot(str(tmp_path / f'{page.kind}-{i}-{width}.png'))
-            press(page, Keys.ARROW_RIGHT)
         page['#theme'].click()
         check_look(page, {'dark': 'light', 'light': 'dark'}[scheme], '#says', '#text i')
