@@ -5,10 +5,11 @@
 # make test-all: the same at full size: 30 to 45 minutes on 2 cores; with a real model where it can be downloaded
 # make real: that model, SmolLM2-135M-Instruct (93 MB, Apache-2.0), as a GGUF file in data/real/
 # make gpu: the tests and figures that need a GPU
+# make arm: on Debian, whether all of this holds on ARM processors, with sdot and without, by emulation: an hour or two
 PYTHON ?= python3
 REAL := data/real/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: demo serve test test-all real gpu lint clean
+.PHONY: demo serve test test-all real gpu arm lint clean
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -57,8 +58,25 @@ gpu:
 	$(PYTHON) -m pytest -n 4 --full tests/test_cuda.py tests/test_gpu_*.py
 	$(PYTHON) bench.py --mode=gpu --json=out-bench/gpu.json
 
+ARM := nice -n 19 env OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/.arm/compiled QEMU_CPU
+ON_ARM := $(ARM)=neoverse-n1 .arm/bin/python
+
+.arm/stamp: tests/arm.sh requirements.txt
+	rm -rf .arm
+	sh tests/arm.sh
+	touch $@
+
+arm: .arm/stamp
+	$(ARM)=cortex-a72 .arm/bin/python -m pytest tests/test_linears.py
+	$(ON_ARM) -m pytest --durations=10 $(addprefix tests/test_,linears.py building.py threads.py golden.py engine.py \
+	    draw.py storage.py executors.py train.py)
+	test -f data/shakespeare_char/train.bin || $(ON_ARM) data/shakespeare_char/prepare.py
+	$(ON_ARM) train.py config/train_shakespeare_char.py --out_dir=out-arm --max_iters=20 --eval_interval=20 --eval_iters=2
+	$(ON_ARM) sample.py --out_dir=out-arm --num_samples=2 --max_new_tokens=150
+	$(ON_ARM) test_kv_cache.py --repeats=1
+
 lint: .venv/dev.stamp
 	.venv/bin/ruff check .
 
 clean:
-	rm -rf .venv out* data/*/*.bin data/*/meta.json
+	rm -rf .venv .arm out* data/*/*.bin data/*/meta.json
