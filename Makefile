@@ -79,4 +79,4 @@ lint: .venv/dev.stamp
 	.venv/bin/ruff check .
 
 clean:
-	rm -rf .venv .arm out* data/*/*.bin data/*/meta.json
+	rm -rf .venv .arm out* data/*/*.bin data/*/*.json

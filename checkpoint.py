@@ -187,8 +187,7 @@ def load_draft(draft, gpt, target, tokenizer):
     The model that a setting `draft` names: a folder with a ckpt.pt, or what `load_model` takes as init_from. It gets as
     many rows as target has, its last one several times. ValueError if its tokenizer is not that of the target.
     """
-    is_run = os.path.exists(os.path.join(draft, 'ckpt.pt'))
-    model, its_tokenizer, _ = load_model(*('resume', draft) if is_run else (draft, ''), gpt)
+    model, its_tokenizer, _ = load_model(*('resume', draft) if is_run(draft) else (draft, ''), gpt)
     if not tokenizers.same_ids(tokenizer, its_tokenizer):
         raise ValueError(f"draft={draft} has another tokenizer than the model: take a draft with the model's")
     n, own = target.config.vocab_size, model.config.vocab_size
@@ -199,6 +198,24 @@ def load_draft(draft, gpt, target, tokenizer):
         if model.config.tied:
             model.transformer.wte.weight = model.lm_head.weight
     return model if model.lm_head.weight.dtype is torch.bfloat16 else model.float()
+
+
+def is_run(name):
+    """Is this the out_dir of a training run?"""
+    return os.path.exists(os.path.join(name, 'ckpt.pt'))
+
+
+def tokenizer_named(name):
+    """
+    The tokenizer of the out_dir of a run, of a folder with a tokenizer.json or a data set, of a tokenizer.json, or of
+    a model that init_from names. ValueError if there is none.
+    """
+    folder = os.path.dirname(os.path.abspath(name)) if os.path.basename(name) == 'tokenizer.json' else name
+    if is_run(name):
+        return tokenizer_of(load(os.path.join(name, 'ckpt.pt')))
+    has_files = any(os.path.exists(os.path.join(folder, file)) for file in ('tokenizer.json', 'meta.json'))
+    return tokenizers.from_state(
+        tokenizers.state_of_dataset(folder) if has_files else files_of(name).tokenizer_state())
 
 
 def tokenizer_of(checkpoint):

@@ -373,8 +373,8 @@ def is_gpt2(folder):
 def read_meta(folder):
     """
     The contents of meta.json (or nanoGPT's meta.pkl) in a data folder, as a dict: kind and chars of the tokenizer,
-    vocab_size, dtype of the token files, source of the text, all optional. {} if there is no such file, ValueError if
-    it is damaged.
+    vocab_size, dtype of the token files, source of the text, bytes of the text of each split, all optional. {} if there
+    is no such file, ValueError if it is damaged.
     """
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
@@ -407,6 +407,9 @@ def checked_meta(meta):
         raise ValueError("chars, a string, is needed with kind 'char' and with no other")
     if type(meta.get('vocab_size', 1)) is not int or not 1 <= meta.get('vocab_size', 1) <= 2**32:
         raise ValueError(f"vocab_size must be an integer from 1 to 2**32, not {str(meta['vocab_size'])[:50]}")
+    n_bytes = meta.get('bytes', {})
+    if not isinstance(n_bytes, dict) or not all(type(n) is int and n >= 0 for n in n_bytes.values()):
+        raise ValueError(f"bytes must be a dict of numbers, not {str(n_bytes)[:50]}")
     return meta
 
 

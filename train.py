@@ -153,7 +153,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
             evaluators = world_size if parallel == 'fsdp' else 1  # a sharded model runs in all processes at once
             if rank < evaluators and (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only):
                 losses = estimate_loss(eval_model, eval_batches, amp, lambda: stop.agreed(evaluators, dev))
-                best_val_loss = report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss)
+                best_val_loss = report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, eval_batches)
             if stop.agreed(world_size, dev):
                 checkpointer.stop(log, iter_num, best_val_loss, first_iter)
                 break
@@ -338,13 +338,14 @@ def estimate_loss(model, batches, amp, is_to_stop):
     return losses
 
 
-def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss):
+def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batches):
     """
-    Report the losses of an evaluation, save a checkpoint if they or the settings ask for one or if it is the last one,
-    and start the clock. Returns the best validation loss so far. losses: None if the evaluation was asked to stop.
+    Report the losses of an evaluation on these batches, save a checkpoint if they or the settings ask for one or if it
+    is the last one, and start the clock. Returns the best validation loss so far. losses: None if the evaluation was
+    asked to stop.
     """
     if losses:
-        log.evaluation(iter_num, lr, losses)
+        log.evaluation(iter_num, lr, losses, {split: batches[split].in_words(loss) for split, loss in losses.items()})
         improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
         best = improved or always_save_checkpoint
         if iter_num > 0 and (best or iter_num == max_iters) and not eval_only:

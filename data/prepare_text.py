@@ -1,19 +1,25 @@
 """
-A data set from one text, for both Shakespeare scripts: get the text (a file or a download), split it 90 : 10, encode
-it, write train.bin, val.bin and meta.json.
+A data set from texts, for the scripts of this folder: download a text, find or train a tokenizer, encode, and write
+train.bin, val.bin and meta.json, and a tokenizer.json where the tokenizer has one.
 """
 import hashlib
 import json
 import os
+import re
 
 import numpy as np
 import requests
+from tqdm import tqdm
 
+import checkpoint
 import tokenizer as tokenizers
+from formats.tokenizer_files import huggingface_tokenizer
 from whole_file import replacing
 
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
+PIECE = 2**16  # bytes of a download that are written at a time
+LEAST_VOCAB, MOST_VOCAB = 257, 2**18  # of byte pairs: 256 bytes and the end of a text; what can be trained in minutes
 
 
 def get_text(folder, path):
@@ -24,45 +30,142 @@ def get_text(folder, path):
     ConnectionError if the download fails. ValueError if the file is empty or not UTF-8, or the download another text.
     """
     kept = os.path.join(folder, 'input.txt')
-    if not path and not os.path.exists(kept):
-        write(kept, download())
-    path, source = (path, path) if path else (kept, 'input.txt')
+    path, source = (path, path) if path else (download(URL, kept, sha256=SHA256), 'input.txt')
     text = tokenizers.read_text(path)
     if not text:
         raise ValueError(f"{path} is empty")
     return text, 'tinyshakespeare' if hashlib.sha256(text.encode()).hexdigest() == SHA256 else source
 
 
-def download():
-    """The bytes at URL. ConnectionError if no server gives them; ValueError if they do not have the hash SHA256."""
-    print(f"downloading {URL}", flush=True)
+def download(url, path, most=0, sha256=''):
+    """
+    Download what is at url, or its first `most` bytes, unless it is there. Returns where it is: at path all of it,
+    after a comparison with sha256, or else with the hash that the server names, as the Hugging Face hub does; at
+    path.part a part of it, behind which the next call goes on.
+
+    ConnectionError if no server gives anything. ValueError if the download was cut, or has another hash.
+    """
+    part = path + '.part'
+    here = os.path.getsize(part) if os.path.exists(part) else 0
+    if os.path.exists(path) or 0 < most <= here:
+        return path if os.path.exists(path) else part
+    print(f"downloading {url}", flush=True)
+    asked = {'Range': f"bytes={here}-{most - 1 if most else ''}", 'Accept-Encoding': 'identity'}
     try:
-        response = requests.get(URL, timeout=10)
-        response.raise_for_status()
+        response = requests.get(url, timeout=10, stream=True, headers=asked)
+        if response.status_code != 416:  # all of it is here
+            response.raise_for_status()
     except Exception as e:  # requests raises others too, for settings of a proxy or of certificates
-        raise ConnectionError(f"{URL} could not be downloaded ({type(e).__name__})") from e
-    got = hashlib.sha256(response.content).hexdigest()
-    if got != SHA256:
-        raise ValueError(f"{URL} has changed or was damaged: its sha256 is {got[:12]}..., not {SHA256[:12]}...; "
-                         "try again, or pass a text with --input=PATH")
-    return response.content
+        if not here:
+            raise ConnectionError(f"{url} could not be downloaded ({type(e).__name__})") from e
+        raise ValueError(f"{url} could not be reached ({type(e).__name__}), and {here:,} bytes of it are here: try "
+                         f"again, or ask for no more than these") from e
+    n_all = receive(response, part, most)
+    if os.path.getsize(part) < n_all:
+        return part
+    named = [each.headers.get('X-Linked-ETag', '').strip('"') for each in [*response.history, response]]
+    sha256, digest = sha256 or next(filter(re.compile('[0-9a-f]{64}').fullmatch, named), ''), hashlib.sha256()
+    with open(part, 'rb') as f:
+        for piece in iter(lambda: f.read(2**20), b''):
+            digest.update(piece)
+    if sha256 not in ('', digest.hexdigest()):
+        os.remove(part)
+        raise ValueError(f"{url} has changed or was damaged: its sha256 is {digest.hexdigest()[:12]}..., not "
+                         f"{sha256[:12]}...; try again, or pass a text with --input=PATH")
+    os.replace(part, path)
+    return path
 
 
-def write_dataset(folder, text, tokenizer, source):
-    """Write train.bin (the first 90 % of the characters), val.bin (the other characters) and meta.json to folder."""
-    n_train = int(len(text) * 0.9)
-    dtype = 'uint16' if tokenizer.vocab_size <= 1 << 16 else 'uint32'
-    print(f"{len(text):,} characters from {source}; vocabulary {tokenizer.vocab_size:,}")
-    parts = {'train': text[:n_train], 'val': text[n_train:]}
-    ids = {split: np.array(tokenizer.encode(part), dtype=dtype) for split, part in parts.items()}
-    meta = tokenizer.state() | {'vocab_size': tokenizer.vocab_size, 'dtype': dtype, 'source': source}
-    write(os.path.join(folder, 'val.bin'), ids['val'].tobytes())
-    write(os.path.join(folder, 'meta.json'), json.dumps(meta, ensure_ascii=False, indent=1).encode())
-    write(os.path.join(folder, 'train.bin'), ids['train'].tobytes())  # last: where it exists, the others do
-    for split in ids:
-        print(f"{split}.bin: {len(ids[split]):,} tokens")
+def receive(response, part, most):
+    """
+    Write the body of a response to a file, behind what is there if that was asked for, up to `most` bytes in all (0 is
+    no limit). Returns the size of the whole that the server names. ValueError if less has come.
+    """
+    goes_on, headers = response.status_code in (206, 416), response.headers
+    with response, open(part, 'ab' if goes_on else 'wb') as f:
+        named = headers.get('Content-Range', '').rpartition('/')[2] if goes_on else headers.get('Content-Length', '')
+        n_all, cut = int(named) if named.isdecimal() else 0, None
+        wanted = min(most or n_all, n_all)
+        try:
+            with tqdm(total=wanted, initial=f.tell(), unit='B', unit_scale=True, disable=None) as bar:
+                for piece in response.iter_content(PIECE) if response.status_code != 416 else ():
+                    f.write(piece)
+                    bar.update(len(piece))
+                    if f.tell() >= most > 0:
+                        break
+        except requests.RequestException as e:
+            cut = e
+        if cut or f.tell() < wanted:
+            raise ValueError(f"{response.url} was cut after {f.tell():,} bytes: run the same again, which goes on "
+                             "there") from cut
+        return n_all
+
+
+def tokenizer_for(texts, name, vocab_size):
+    """
+    The tokenizer that `name` names, see `checkpoint.tokenizer_named`. Without a name: byte-level byte pairs that are
+    trained on texts, up to vocab_size tokens with <|endoftext|>, or with vocab_size=0 GPT-2's.
+    """
+    if name:
+        return checkpoint.tokenizer_named(name)
+    if vocab_size == 0:
+        return tokenizers.GPT2Tokenizer()
+    if not LEAST_VOCAB <= vocab_size <= MOST_VOCAB:
+        raise ValueError(f"vocab_size must be from {LEAST_VOCAB} (all bytes, and the end of a text) to {MOST_VOCAB:,}, "
+                         f"or 0 for GPT-2's byte pairs, not {vocab_size}")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    library.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[tokenizers.END_OF_TEXT], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    return tokenizers.JSONTokenizer(library.to_str())
+
+
+def write_dataset(folder, parts, tokenizer, source, ends=False):
+    """
+    Write train.bin, val.bin, meta.json and the files of the tokenizer to a folder. parts: {'train': texts, 'val':
+    texts}, iterables that are read once. ends: a token that ends a text stands behind each of them, if there is one.
+    """
+    lengths = np.array([len(text) for text in tokenizer.bytes_of_tokens(skip_special=True)])
+    end, n_bytes, n_chars = [*tokenizer.end_tokens[:1]] if ends else [], dict(val=0, train=0), 0
+    with replacing(os.path.join(folder, 'train.bin')) as train, replacing(os.path.join(folder, 'val.bin')) as val:
+        for split, f in (('val', val), ('train', train)):
+            for text in tqdm(parts[split], split, disable=None):
+                ids = np.array(tokenizer.encode(text) + end, dtype_of(tokenizer))
+                f.write(ids.tobytes())
+                n_bytes[split], n_chars = n_bytes[split] + int(lengths[ids].sum()), n_chars + len(text)
+        write_meta(folder, tokenizer, source=source, bytes=n_bytes)
+        print(f"{n_chars:,} characters from {source}; vocabulary {tokenizer.vocab_size:,}")
+        for split, f in (('train', train), ('val', val)):
+            print(f"{split}.bin: {f.tell() // dtype_of(tokenizer).itemsize:,} tokens of {n_bytes[split]:,} bytes")
+    # train.bin was moved into place last: where it exists, the others do
+
+
+def dtype_of(tokenizer):
+    """The dtype of token files."""
+    return np.dtype('uint16' if tokenizer.vocab_size <= 1 << 16 else 'uint32')
+
+
+def write_meta(folder, tokenizer, **more):
+    """Write meta.json, and what `tokenizer.state_of_dataset` reads of a tokenizer that meta.json cannot hold."""
+    meta = dict(vocab_size=tokenizer.vocab_size, dtype=dtype_of(tokenizer).name, **more)
+    if isinstance(tokenizer, tokenizers.JSONTokenizer):
+        write(os.path.join(folder, 'tokenizer.json'), tokenizer.json.encode())
+        files = {'tokenizer_config.json': huggingface_tokenizer(tokenizer)[1],
+                 'generation_config.json': dict(eos_token_id=[*tokenizer.ends]), 'meta.json': meta}
+    else:
+        files = {'meta.json': tokenizer.state() | meta}
+    for name, content in files.items():
+        write(os.path.join(folder, name), json.dumps(content, ensure_ascii=False, indent=1).encode())
 
 
 def write(path, content):
     with replacing(path) as f:
         f.write(content)
+
+
+def split(text):
+    """The parts of a data set from one text: the first 90 % of its characters to train on, the others to validate."""
+    n_train = int(len(text) * 0.9)
+    return dict(train=[text[:n_train]], val=[text[n_train:]])

@@ -24,7 +24,7 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     length by itself; with other front ends, keep prompt and new tokens within it.
     Raises ValueError on another type, for sinks, for windows without rope, for rope_scaling in others than a llama, if
     path is a file of another format, if gguf is not installed, if the tokenizer has more tokens than the model, and for
-    a JSONTokenizer.
+    a tokenizer.json that llama.cpp has no rule for.
 
     Sources: docs/gguf.md in https://github.com/ggml-org/ggml; src/llama-vocab.cpp and, in src/models, gpt2, starcoder2,
     mpt, llama, qwen2 and qwen3.cpp in https://github.com/ggml-org/llama.cpp.

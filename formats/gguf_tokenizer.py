@@ -78,6 +78,30 @@ def byte_pairs(given, vocab):
         model=dict(type='BPE', vocab=vocab, merges=given.get('merges', []), ignore_merges=rule in LLAMA3))
 
 
+def rule_of(content):
+    """
+    The name that `byte_pairs` knows of the rule by which a tokenizer.json, a dict, splits texts before it merges pairs.
+    ValueError if there is none.
+    """
+    before, model, regexes = content.get('pre_tokenizer') or {}, content.get('model', {}), []
+    for part in before.get('pretokenizers', [before]):
+        if part.get('type') == 'Split' and part.get('behavior') == 'Isolated' and not part.get('invert'):
+            regexes.append(part['pattern'].get('Regex'))
+        elif part.get('type') == 'Digits' and part.get('individual_digits'):
+            regexes.append(r'\p{N}')
+        elif part.get('type') == 'ByteLevel' and not part.get('add_prefix_space'):
+            regexes += [WORDS] * part.get('use_regex', True)
+        else:
+            regexes.append(part.get('type'))
+    names = [name for name, splits in RULES.items() if splits == regexes]
+    normalizer = (content.get('normalizer') or {}).get('type')
+    if not names or model.get('type') != 'BPE' or model.get('byte_fallback') or normalizer not in (None, 'NFC'):
+        raise ValueError(f"this tokenizer.json splits texts by {regexes}, normalized by {normalizer}, and none of "
+                         "llama.cpp's rules that are known here does: export with --to=hf, and convert that folder "
+                         "with llama.cpp's convert_hf_to_gguf.py")
+    return names[0]
+
+
 def sentencepiece(given, vocab, tokens, ids):
     """
     The tokenizer.json of a SentencePiece vocabulary: of all pairs of tokens that together are one, the pair of the one

@@ -1,6 +1,7 @@
 """Tokenizers in the files of other projects: tokenizer.json, and the vocabulary in a GGUF file."""
 import json
 
+from formats.gguf_tokenizer import rule_of
 from tokenizer import END_OF_TEXT, ROLES, CharTokenizer, JSONTokenizer, byte_level_alphabet
 
 PAD = '<|pad|>'
@@ -67,13 +68,11 @@ def add_gguf_tokenizer(writer, tokenizer, vocab_size):
     end of a text: 'gpt2' always has one, and would use token 11. Each byte of an unknown character becomes a space.
     llama.cpp's 'rwkv' never returns from an unknown character that shares its first byte with a known one; if all
     known characters are ASCII, no unknown one does.
-    ValueError for a JSONTokenizer: llama.cpp splits a text by rules that it knows by name, which are not in the file.
+    ValueError for a JSONTokenizer that splits a text by none of the rules that llama.cpp knows by name.
     """
     from gguf import TokenType
     if isinstance(tokenizer, JSONTokenizer):
-        raise ValueError("this tokenizer was read from a tokenizer.json, which does not say by which of llama.cpp's "
-                         "rules a text is split: export with --to=hf, and convert that folder with llama.cpp's "
-                         "convert_hf_to_gguf.py")
+        return add_byte_pairs(writer, tokenizer, vocab_size)
     if tokenizer is None:
         kind, tokens = 'none', []
     elif isinstance(tokenizer, CharTokenizer):
@@ -95,6 +94,29 @@ def add_gguf_tokenizer(writer, tokenizer, vocab_size):
         writer.add_token_list(tokens + [rf'\xff{i}' for i in padding])
         writer.add_token_types(types)
     return kind
+
+
+def add_byte_pairs(writer, tokenizer, vocab_size):
+    """The same for a JSONTokenizer, with its chat template."""
+    from gguf import TokenType
+    content, library = json.loads(tokenizer.json), tokenizer.library
+    writer.add_tokenizer_model('gpt2')
+    writer.add_tokenizer_pre(rule_of(content))
+    writer.add_token_merges([pair if isinstance(pair, str) else ' '.join(pair) for pair in content['model']['merges']])
+    names = [library.id_to_token(i) for i in range(vocab_size)]
+    types = [TokenType.UNUSED if name is None else TokenType.CONTROL if i in tokenizer.special_ids else
+             TokenType.USER_DEFINED if i in tokenizer.added_ids else TokenType.NORMAL for i, name in enumerate(names)]
+    writer.add_token_list([rf'\xff{i}' if name is None else name for i, name in enumerate(names)])
+    writer.add_token_types(types)
+    ends, begin = tokenizer.end_tokens, library.token_to_id(tokenizer.special_tokens.get('bos_token', END_OF_TEXT))
+    for add, ids in ((writer.add_bos_token_id, [begin]), (writer.add_eos_token_id, ends[:1]),
+                     (writer.add_eot_token_id, ends[1:2])):
+        if [i for i in ids if i is not None]:
+            add(*ids)
+    writer.add_add_bos_token(bool(tokenizer.begins))
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template.source)
+    return 'gpt2'
 
 
 def byte_pairs(bpe):

@@ -18,10 +18,10 @@ from example_models import (
     UNTIED,
     bpe,
     gpt,
-    json_tokenizer,
     llama_like,
     logits,
     needs_byte_pairs,
+    sentencepiece_tokenizer,
 )
 
 import formats
@@ -102,11 +102,11 @@ def test_llama_cpp_computes_the_same_as_llamas_family(tmp_path, case):
     # llama.cpp loads rope_freqs.weight from files of the llama architecture only
     *[(config | dict(rope_scaling=(8.0, 1.0, 4.0, 32)), {}, 'has no rope_scaling: export with --to=hf')
       for config in (ROPE, QWEN2, QWEN3)],
-    (ROPE | dict(vocab_size=300), dict(tokenizer='of a tokenizer.json'), 'convert_hf_to_gguf.py'),
+    (ROPE | dict(vocab_size=400), dict(tokenizer='sentencepiece'), 'convert_hf_to_gguf.py'),
     (HARD, dict(type='q8_0'), 'n_embd 21'), (HARD, dict(type='q4_0'), 'f32 or q8_0'),
 ])
 def test_what_llama_cpp_cannot_read_is_refused(tmp_path, config, how, line):
-    how = how | dict(tokenizer=json_tokenizer(TEXT)) if 'tokenizer' in how else how
+    how = how | dict(tokenizer=sentencepiece_tokenizer(TEXT * 9)) if 'tokenizer' in how else how
     with pytest.raises(ValueError, match=line):
         formats.to_gguf(gpt(**config), tmp_path / 'model.gguf', **how)
     assert not os.listdir(tmp_path)

@@ -1,4 +1,5 @@
 """Token files, their tokenizers, and batches of them, which depend on the seed, the split and the step alone."""
+import math
 import os
 import subprocess
 import sys
@@ -135,7 +136,8 @@ class Batches:
         self.batch_size, self.vocab_size, self.device = batch_size, vocab_size, device
         self.key = [seed, sum(split.encode())]
         self.tokens = open_tokens(folder, split, block_size)
-        self.row = np.arange(block_size + 1)
+        self.row, self.tokens_per_row = np.arange(block_size + 1), block_size
+        self.n_bytes = tokenizers.read_meta(folder).get('bytes', {}).get(split)
 
     def __call__(self, step):
         """
@@ -155,3 +157,9 @@ class Batches:
         else:
             tokens = tokens.to(self.device)
         return tokens[:, :-1], tokens[:, 1:]
+
+    def in_words(self, loss):
+        """A loss in nats a token, as text; with bits per byte where meta.json says how many bytes the split has."""
+        if not self.n_bytes:
+            return f'{loss:.4f}'
+        return f'{loss:.4f} ({loss / math.log(2) * len(self.tokens) / self.n_bytes:.3f} bits per byte)'

@@ -85,9 +85,12 @@ class Log:
         """The mean time of the iterations since the clock was started, iter_num being the last."""
         return (time.perf_counter() - self.start) / (iter_num + 1 - self.first_timed)
 
-    def evaluation(self, iter_num, lr, losses):
-        """Report the losses {'train': ..., 'val': ...}, in nats per token, before iteration iter_num."""
-        self.say(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+    def evaluation(self, iter_num, lr, losses, in_words):
+        """
+        Report the losses {'train': ..., 'val': ...}, in nats per token, before iteration iter_num. in_words: the same
+        as texts.
+        """
+        self.say(f"step {iter_num}: train loss {in_words['train']}, val loss {in_words['val']}")
         if self.wandb is not None:
             self.wandb.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], 'lr': lr,
                             'mfu': self.mfu * 100})

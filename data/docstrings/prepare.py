@@ -26,13 +26,19 @@ packages = 'torch,numpy,sympy,networkx'  # whose docstrings
 
 
 def main(config):
-    folder, tokenizer, found = os.path.dirname(os.path.abspath(__file__)), GPT2Tokenizer(), set()
+    folder, tokenizer = os.path.dirname(os.path.abspath(__file__)), GPT2Tokenizer()
+    text = '\n\n\n'.join(docstrings_of(packages))
+    prepare_text.write_dataset(folder, prepare_text.split(text), tokenizer, f'docstrings of {packages}')
+
+
+def docstrings_of(packages):
+    """The docstrings of packages, a list in the order of their hashes. ValueError if there are none."""
+    found = set()
     for path in tqdm([path for name in packages.split(',') for path in sources(name)], unit='file', disable=None):
         found |= docstrings(path)
-    text = '\n\n\n'.join(sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest()))
-    if not text:
+    if not found:
         raise ValueError(f"packages={packages} have no docstrings: name packages that are written in Python")
-    prepare_text.write_dataset(folder, text, tokenizer, f'docstrings of {packages}')
+    return sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest())
 
 
 def sources(package):

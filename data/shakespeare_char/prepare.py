@@ -29,7 +29,7 @@ def main(config):
               "data/shakespeare_char/input.txt.\n", file=sys.stderr)
         text = '\n\n'.join(pydoc_data.topics.topics[topic] for topic in sorted(pydoc_data.topics.topics))
         source = "stand-in (pydoc_data.topics, no network)"
-    prepare_text.write_dataset(folder, text, CharTokenizer.of_text(text), source)
+    prepare_text.write_dataset(folder, prepare_text.split(text), CharTokenizer.of_text(text), source)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,249 @@
+"""A tokenizer of one's own: trained, in checkpoints and exports, and in the data of others; downloads that go on."""
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, run
+from example_models import LLAMA, gpt
+from tokenizers import Tokenizer
+
+sys.path.insert(0, os.path.join(ROOT, 'data'))
+import prepare_text
+
+import checkpoint as checkpoints
+import formats
+import tokenizer as tokenizers
+from formats.gguf_tokenizer import RULES, rule_of
+from tokenizer import JSONTokenizer
+
+STORY = "Once upon a time, a “fox” saw the moon.\n\nIt said: don't go, 12345 naïve 🙂 foxes!\n"
+TEXT = ''.join(STORY.replace('fox', word) for word in ('fox', 'owl', 'mouse', 'bear', 'hen', 'wolf', 'cow', 'cat')) * 9
+ONLY_IN_VALIDATION = 'zqzqzqzq ' * 400
+
+
+def prepared(repo, *settings, dataset='shakespeare', text=TEXT):
+    """(stdout of its prepare.py, the folder of the data set)"""
+    (repo / 'my.txt').write_text(text, encoding='utf-8')
+    done = run(repo, f'data/{dataset}/prepare.py', '--input=my.txt', *settings)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, repo / 'data' / dataset
+
+
+def test_it_is_trained_on_the_training_text_alone_and_is_the_librarys(repo):
+    text = TEXT * 9 + ONLY_IN_VALIDATION
+    assert len(ONLY_IN_VALIDATION) < 0.1 * len(text)
+    out, folder = prepared(repo, '--vocab_size=330', text=text)
+    theirs = Tokenizer.from_file(str(folder / 'tokenizer.json'))
+    parts = {split: np.fromfile(folder / f'{split}.bin', np.uint16) for split in ('train', 'val')}
+    assert theirs.get_vocab_size() == 330 and theirs.token_to_id('<|endoftext|>') == 0
+    assert ''.join(map(theirs.decode, parts.values())) == text
+    assert parts['train'].tolist() == theirs.encode(text[:int(0.9 * len(text))]).ids
+    assert 'owl' in theirs.get_vocab() or 'Ġowl' in theirs.get_vocab()
+    assert not [token for token in theirs.get_vocab() if 'zq' in token]
+    n_bytes = json.loads((folder / 'meta.json').read_text())['bytes']
+    assert sum(n_bytes.values()) == len(text.encode()) and f"{len(parts['val']):,} tokens of {n_bytes['val']:,}" in out
+    for settings, says in ((['--vocab_size=256'], 'vocab_size must be from 257'), (['--tokenizer=nowhere'], 'neither'),
+                           (['--vocab_size=9999999'], '262,144')):
+        done = run(repo, 'data/shakespeare/prepare.py', '--input=my.txt', *settings)
+        assert done.returncode == 2 and says in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_it_goes_to_checkpoints_exports_and_the_data_of_a_finetuning(repo):
+    """Bits per byte are those of the loss; a character's are those of its byte. Other tokens are refused."""
+    _, folder = prepared(repo, '--vocab_size=300')
+    n_bytes, n_tokens = json.loads((folder / 'meta.json').read_text())['bytes'], {}
+    for split in ('train', 'val'):
+        n_tokens[split] = os.path.getsize(folder / f'{split}.bin') / 2
+    done = run(repo, 'train.py', *TINY, '--dataset=shakespeare', '--max_iters=10')
+    assert done.returncode == 0, done.stderr
+    last = [line for line in done.stdout.splitlines() if line.startswith('step ')][-1]
+    for split, loss, bits in re.findall(r'(\w+) loss ([\d.]+) \(([\d.]+) bits per byte\)', last):
+        assert float(bits) == pytest.approx(float(loss) / math.log(2) * n_tokens.pop(split) / n_bytes[split], abs=2e-3)
+    assert not n_tokens
+    ours = checkpoints.tokenizer_named(str(repo / 'out'))
+    assert ours.vocab_size == 300 and ours.end_tokens == (0,)
+    assert run(repo, 'export.py', '--path=hf').returncode == run(
+        repo, 'export.py', '--to=gguf', '--path=m.gguf').returncode == 0
+    ids = ours.encode(STORY)
+    for name in ('out', 'hf', 'hf/tokenizer.json', 'm.gguf', 'data/shakespeare'):
+        again = checkpoints.tokenizer_named(str(repo / name))
+        assert again.encode(STORY) == ids and again.end_tokens == (0,) and again.special_ids == {0}
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    theirs = transformers.AutoTokenizer.from_pretrained(repo / 'hf')
+    assert theirs(STORY)['input_ids'] == ids and theirs.eos_token == '<|endoftext|>'
+    other, finetune = TEXT[::-1], ['--out_dir=more', '--init_from=hf', '--dataset=shakespeare', '--max_iters=1']
+    prepared(repo, '--vocab_size=300', text=other)  # another text, and so other tokens
+    done = run(repo, 'train.py', *TINY, *finetune)
+    assert done.returncode == 2 and 'has another tokenizer' in done.stderr.splitlines()[-1]
+    prepared(repo, '--tokenizer=out', text=other)
+    assert np.fromfile(folder / 'val.bin', np.uint16).tolist() == ours.encode(other[int(0.9 * len(other)):])
+    assert run(repo, 'train.py', *TINY, *finetune).returncode == 0
+
+
+@pytest.mark.parametrize('added', [False, True])
+def test_llama_cpp_has_the_same_ids_from_the_file(tmp_path, added):
+    llama_cpp = pytest.importorskip('llama_cpp', reason="llama-cpp-python is not installed")
+    made = prepare_text.tokenizer_for([TEXT], '', 290)
+    if added:
+        made.library.add_tokens(['<think>'])
+        made.library.add_special_tokens(['<|im_end|>'])
+        made = JSONTokenizer(made.library.to_str(), [291], dict(eos_token='<|im_end|>', bos_token='<|endoftext|>'),
+                             "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    formats.to_gguf(gpt(**LLAMA), str(tmp_path / 'm.gguf'), tokenizer=made)
+    theirs = llama_cpp.Llama(str(tmp_path / 'm.gguf'), vocab_only=True, verbose=False)
+    text = STORY + '<|endoftext|> \t the<think>end<|im_end|> ' + TEXT[::-1]
+    assert theirs.tokenize(text.encode(), add_bos=True, special=True) == made.encode(text)
+    assert theirs.token_eos() == made.end_tokens[0]
+    assert theirs.metadata.get('tokenizer.chat_template') == (made.chat_template and made.chat_template.source)
+    again = checkpoints.tokenizer_named(str(tmp_path / 'm.gguf'))
+    assert again.encode(text) == made.encode(text) and again.added_ids == made.added_ids
+
+
+def test_the_rule_of_a_tokenizer_json_is_that_of_the_gguf_file_of_the_same_model(real_model):
+    state = formats.files_of(real_model).tokenizer_state()
+    assert rule_of(json.loads(state['json'])) == 'smollm'
+    content = json.loads(prepare_text.tokenizer_for([TEXT], '', 290).json)
+    assert rule_of(content) == 'gpt-2'
+    digits = dict(type='Digits', individual_digits=True)
+    content['pre_tokenizer'] = dict(type='Sequence', pretokenizers=[digits, content['pre_tokenizer']])
+    assert rule_of(content) == 'smollm' and RULES['smollm'][0] == r'\p{N}'
+    for change in (dict(normalizer=dict(type='Lowercase')), dict(pre_tokenizer=dict(type='Whitespace'))):
+        with pytest.raises(ValueError, match='none of llama.cpp'):
+            rule_of(content | change)
+
+
+def test_texts_end_with_a_token_that_has_no_bytes(tmp_path):
+    made = prepare_text.tokenizer_for([TEXT], '', 290)
+    prepare_text.write_dataset(str(tmp_path), dict(train=[STORY, 'a', ''], val=[STORY]), made, 'me', ends=True)
+    ids = np.fromfile(tmp_path / 'train.bin', np.uint16).tolist()
+    assert ids == [*made.encode(STORY), 0, *made.encode('a'), 0, 0]
+    assert json.loads((tmp_path / 'meta.json').read_text())['bytes']['train'] == len(STORY.encode()) + 1
+    assert tokenizers.state_of_dataset(tmp_path)['end_tokens'] == [0]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """
+    server.files: {path: bytes}; server.hashes: {path: what the header X-Linked-ETag names}. server.cut: an answer ends
+    after so many bytes. server.asked: [(path, Range)].
+    """
+
+    def do_GET(self):
+        server, content = self.server, self.server.files.get(self.path)
+        asked = self.headers['Range']
+        server.asked.append((self.path, asked))
+        if content is None:
+            return self.send_error(404)
+        first, last = (int(number) if number else len(content) - 1 for number in asked[6:].split('-'))
+        part, status = content[first:last + 1], 206
+        if not server.has_ranges:
+            part, status = content, 200
+        elif first >= len(content):
+            part, status = b'', 416
+        self.send_response(status)
+        self.send_header('Content-Length', str(len(part)))
+        if status != 200:
+            self.send_header('Content-Range', f"bytes {f'{first}-{last}' if part else '*'}/{len(content)}")
+        if self.path in server.hashes:
+            self.send_header('X-Linked-ETag', f'"{server.hashes[self.path]}"')
+        self.end_headers()
+        self.wfile.write(part[:server.cut])
+        self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(('127.0.0.1', 0), Handler) as httpd:
+        httpd.files, httpd.hashes, httpd.asked, httpd.cut, httpd.has_ranges = {}, {}, [], None, True
+        threading.Thread(target=httpd.serve_forever, args=[0.01], daemon=True).start()
+        httpd.url = f'http://127.0.0.1:{httpd.server_port}'
+        yield httpd
+        httpd.shutdown()
+
+
+CONTENT = bytes(range(256)) * 1000
+
+
+def test_a_download_goes_on_where_it_was_cut_and_where_it_ended(server, tmp_path):
+    server.files['/a'], path = CONTENT, str(tmp_path / 'a')
+    server.cut = 100_000
+    for n in (65536, 131072):
+        with pytest.raises(ValueError, match=f'was cut after {n:,} bytes: run the same again'):
+            prepare_text.download(server.url + '/a', path)
+    server.cut = None
+    assert prepare_text.download(server.url + '/a', path, 150_000) == path + '.part'  # a part is enough
+    assert (tmp_path / 'a.part').read_bytes() == CONTENT[:150_000]
+    assert prepare_text.download(server.url + '/a', path, 140_000) == path + '.part'  # nothing is asked for
+    assert prepare_text.download(server.url + '/a', path) == path
+    assert (tmp_path / 'a').read_bytes() == CONTENT and not os.path.exists(path + '.part')
+    assert [asked for _, asked in server.asked] == ['bytes=0-', 'bytes=65536-', 'bytes=131072-149999', 'bytes=150000-']
+    assert prepare_text.download(server.url + '/nowhere', path) == path and len(server.asked) == 4
+
+
+@pytest.mark.parametrize('has_ranges', [True, False])
+def test_all_that_is_here_already_is_whole_and_checked(server, tmp_path, has_ranges):
+    """A process may have ended between the last byte and the check. Without ranges all of it comes again."""
+    server.files['/a'], server.has_ranges, path = CONTENT, has_ranges, tmp_path / 'a'
+    (tmp_path / 'a.part').write_bytes(CONTENT)
+    server.hashes['/a'] = hashlib.sha256(CONTENT).hexdigest()
+    assert prepare_text.download(server.url + '/a', str(path)) == str(path) and path.read_bytes() == CONTENT
+    (tmp_path / 'b.part').write_bytes(CONTENT[:-1] + b'x' if has_ranges else b'')
+    server.files['/b'], server.hashes['/b'] = CONTENT, hashlib.sha256(CONTENT if has_ranges else b'').hexdigest()
+    with pytest.raises(ValueError, match='has changed or was damaged: its sha256'):
+        prepare_text.download(server.url + '/b', str(tmp_path / 'b'))
+    assert not list(tmp_path.glob('b*'))
+    (tmp_path / 'c.part').write_bytes(b'123')
+    with pytest.raises(ValueError, match='could not be reached .*, and 3 bytes of it are here'):
+        prepare_text.download(server.url + '/c', str(tmp_path / 'c'))
+    with pytest.raises(ConnectionError):
+        prepare_text.download(server.url + '/d', str(tmp_path / 'd'))
+
+
+@contextmanager
+def tinystories(repo, url):
+    """tinystories/prepare.py asks this address inside."""
+    script = repo / 'data' / 'tinystories' / 'prepare.py'
+    source = script.read_text()
+    script.write_text(source.replace('https://huggingface.co/', url + '/'))
+    yield 'data/tinystories/prepare.py', repo / 'data' / 'tinystories'
+    script.write_text(source)
+
+
+def test_stories_are_downloaded_cut_at_their_ends_and_encoded(repo, server):
+    stories = [STORY.replace('fox', f'fox number {i}').strip() for i in range(20000)]
+    at = '/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-'
+    server.files[at + 'train.txt'] = '\n<|endoftext|>\n'.join(stories).encode()
+    server.files[at + 'valid.txt'] = '\n<|endoftext|>\n'.join(stories[:50]).encode()
+    with tinystories(repo, server.url) as (script, folder):
+        done = run(repo, script, '--megabytes=1', '--vocab_size=300')
+        assert done.returncode == 0 and 'from TinyStories; vocabulary 300' in done.stdout, done.stderr
+        assert [asked for _, asked in server.asked] == ['bytes=0-199999', 'bytes=0-999999']
+        whole = server.files[at + 'train.txt'][:10**6].decode(errors='ignore').split('<|endoftext|>')[:-1]
+        theirs = Tokenizer.from_file(str(folder / 'tokenizer.json'))
+        for split, expected in (('train', [text.strip() for text in whole]), ('val', stories[:49])):
+            ids = np.fromfile(folder / f'{split}.bin', np.uint16).tolist()
+            assert theirs.decode(ids, skip_special_tokens=False) == ''.join(text + '<|endoftext|>' for text in expected)
+        done = run(repo, 'train.py', *TINY, '--dataset=tinystories', '--max_iters=1')
+        assert done.returncode == 0 and 'bits per byte' in done.stdout, done.stderr
+    for name in folder.glob('*.*'):
+        if name.name != 'prepare.py':
+            name.unlink()
+    with tinystories(repo, 'http://127.0.0.1:1') as (script, folder):
+        (repo / 'mine').mkdir()
+        (repo / 'mine' / '__init__.py').write_text('\n'.join(f'def f{i}():\n    """One\n    {i}"""' for i in range(40)))
+        docstrings = repo / 'data' / 'docstrings' / 'prepare.py'
+        docstrings.write_text(docstrings.read_text().replace("'torch,numpy,sympy,networkx'", "'mine'"))
+        done = run(repo, script, '--vocab_size=260')
+        assert done.returncode == 0 and '!! USING A STAND-IN: the docstrings of mine' in done.stderr
+        assert 'stand-in' in json.loads((folder / 'meta.json').read_text())['source']
+
