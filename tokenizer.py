@@ -189,14 +189,18 @@ class JSONTokenizer(Tokenizer):
         The ids of the text, behind a BOS token if the tokenizer adds one. The name of a special token, such as
         <|endoftext|>, becomes that token. Other threads run meanwhile. ValueError if the model has no row for one.
         """
+        return self.encoding(text, add_special_tokens).ids
+
+    def encoding(self, text, add_special_tokens=True):
+        """The same as an Encoding of the library, which has ids, and offsets: the characters of each."""
         try:  # encode of the library holds Python's lock, encode_batch does not
-            ids = self.library.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            encoding, = self.library.encode_batch([text], add_special_tokens=add_special_tokens)
         except TypeError:  # of the library, which takes no lone surrogates
             raise ValueError("characters that are no Unicode (lone surrogates): leave them out") from None
-        if self.vocab_size > self.n_rows and max(ids, default=0) >= self.n_rows:
-            raise ValueError(f"the token {self.library.id_to_token(max(ids))!r} (id {max(ids)}), but the model has "
+        if self.vocab_size > self.n_rows and (last := max(encoding.ids, default=0)) >= self.n_rows:
+            raise ValueError(f"the token {self.library.id_to_token(last)!r} (id {last}), but the model has "
                              f"{self.n_rows:,} tokens: leave it out")
-        return ids
+        return encoding
 
     @cached_property
     def token_bytes(self):

@@ -26,6 +26,7 @@ from device import autocast, choose_threads, default_peak_flops, pick_device, pi
 from model import GPT, GPTConfig
 from training.batches import Batches, check_tokenizer, open_tokens, prepare, vocab_size_of
 from training.checkpointer import Checkpointer
+from training.conversations import Conversations
 from training.cpu import keep_freed_memory, use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
@@ -39,8 +40,8 @@ log_interval = 1               # iterations between rows of the log
 eval_iters = 200               # batches an evaluation averages over
 eval_only = False              # evaluate once, print, and stop
 always_save_checkpoint = True  # as ckpt.pt, at every evaluation; False keeps the best one there
-init_from = 'scratch'          # scratch, resume, owner/name of a model on the hub, gpt2 (-medium, -large, -xl), a
-                               # folder in Hugging Face format, or a GGUF file
+init_from = 'scratch'          # scratch, resume, the out_dir of another run, owner/name of a model on the hub, gpt2
+                               # (-medium, -large, -xl), a folder in Hugging Face format, or a GGUF file
 wandb_log = False              # log to Weights & Biases as well
 wandb_project = 'owt'          # its project there
 wandb_run_name = 'gpt2'        # its name there
@@ -134,8 +135,12 @@ def train(config, world_size, rank, stop, log, checkpointer):
     scaler = torch.amp.GradScaler(dev.split(':')[0], enabled=dt == 'float16')
     amp = autocast(dev, dt)
     drawn = batch_size, block_size, raw_model.config.vocab_size, dev
-    train_batches = Batches(data_dir, 'train', *drawn, seed)
-    eval_batches = {split: Batches(data_dir, split, *drawn, seed + 1) for split in ('train', 'val')}
+    kind = Conversations if has_conversations(data_dir) else Batches
+    train_batches = kind(data_dir, 'train', *drawn, seed)
+    eval_batches = {split: kind(data_dir, split, *drawn, seed + 1) for split in ('train', 'val')}
+    for split, batches in eval_batches.items() if kind is Conversations else ():
+        log.say(f"{split}: {len(batches.starts):,} conversations; {batches.n_cut:,} are longer than block_size "
+                f"{block_size}, and cut there")
     if dev == 'cpu' and not dist.is_initialized() and not eval_only:
         choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
     eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
@@ -161,7 +166,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
                 break
             loss = optimizer_step(model, optimizer, scaler, amp, train_batches, iter_num, rank, world_size)
             if master and iter_num % log_interval == 0:
-                log_iteration(log, raw_model, iter_num, lr, loss, dev, world_size)
+                log_iteration(log, raw_model, iter_num, lr, loss, dev, world_size, train_batches)
             log.bar.update()
             iter_num += 1
     except FloatingPointError as e:
@@ -227,11 +232,16 @@ def check_data(master, world_size, say):
         prepare(data_dir)
     if world_size > 1:
         dist.barrier()
+    is_chat = has_conversations(data_dir)
     for split in ('train', 'val'):
-        open_tokens(data_dir, split, block_size)
+        open_tokens(data_dir, split, 0 if is_chat else block_size)
     say(f"data: {data_dir}, {tokenizers.read_meta(data_dir).get('source', 'source unknown')}; "
-        f"tokens per iteration: {gradient_accumulation_steps * batch_size * block_size:,}")
+        f"tokens per iteration: {'up to ' * is_chat}{gradient_accumulation_steps * batch_size * block_size:,}")
     return data_dir
+
+
+def has_conversations(data_dir):
+    return 'conversations' in tokenizers.read_meta(data_dir)
 
 
 def build_model(config, data_dir, dev, say):
@@ -240,19 +250,23 @@ def build_model(config, data_dir, dev, say):
     tokenizer). ValueError if the data have another tokenizer.
     """
     vocab_size, tokenizer_state = vocab_size_of(data_dir), tokenizers.state_of_dataset(data_dir)
-    resumed, source = {}, init_from
+    resumed, source, of_model = {}, init_from, None
     if init_from == 'scratch':
         model = GPT(new_config(vocab_size))
     elif init_from == 'resume':
         resumed, source = load_furthest(out_dir, 'cpu' if parallel == 'fsdp' else dev)
-        model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout)
+        model, of_model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout), resumed.get('tokenizer')
         say(f"resuming {source} at iteration {resumed.get('iter_num', 0)}")
+    elif checkpoints.is_run(init_from):
+        before = checkpoints.load(os.path.join(init_from, 'ckpt.pt'))
+        model, of_model = checkpoints.build(before, GPT, GPTConfig, dropout=dropout), before.get('tokenizer')
     else:
         files = formats.files_of(init_from)
-        tokenizer_state = check_tokenizer(files.tokenizer_state(), tokenizer_state, init_from, data_dir)
+        of_model = files.tokenizer_state()
+        check_tokenizer(of_model, tokenizer_state, source, data_dir)  # before weights are read
         model = GPT.from_pretrained(files, dict(dropout=dropout), torch.float32)
-    if resumed.get('tokenizer'):
-        tokenizer_state = check_tokenizer(resumed['tokenizer'], tokenizer_state, source, data_dir)
+    if of_model:
+        tokenizer_state = check_tokenizer(of_model, tokenizer_state, source, data_dir)
     positions = model.config.block_size
     if positions < block_size:
         raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: set it to "
@@ -261,7 +275,7 @@ def build_model(config, data_dir, dev, say):
         raise ValueError(f"block_size {block_size} must be more than what the model's tokens see, a window of "
                          f"{model.config.window} and {model.config.n_sink} sinks: set it to {positions}, for example")
     settle_shape(config, model.config, source, say)
-    if block_size < positions:
+    if block_size < positions and not has_conversations(data_dir):  # their rows end anywhere
         say(f"block_size {block_size}: the model's {positions} positions are cut to that")
         model.crop_block_size(block_size)
     model.train()
@@ -317,20 +331,23 @@ def open_log(log, checkpointer, config, iter_num):
 @torch.no_grad()
 def estimate_loss(model, batches, amp, is_to_stop):
     """
-    {split: the mean loss over eval_iters batches}, over the same batches every time. None if asked to stop meanwhile.
-    FloatingPointError if a loss is not finite.
+    {split: the mean loss over the scored tokens of eval_iters batches}, the same every time. None if asked to stop
+    meanwhile. FloatingPointError if a loss is not finite.
     """
     model.eval()
     losses = {}
     for split in batches:
-        total = torch.zeros((), device=batches[split].device)
+        total, n_scored = torch.zeros(2, device=batches[split].device)
         for step in range(eval_iters):
             if is_to_stop():
                 model.train()
                 return None
+            x, y = batches[split](step)
+            n = (y != -1).sum()
             with amp:
-                total += model(*batches[split](step))[1]
-        losses[split] = total.item() / eval_iters
+                total += model(x, y)[1] * n
+            n_scored += n
+        losses[split] = (total / n_scored).item()
     model.train()
     for split, loss in losses.items():
         if not math.isfinite(loss):
@@ -388,12 +405,13 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
     return mean_loss
 
 
-def log_iteration(log, model, iter_num, lr, loss, dev, world_size):
-    """Log the loss of an iteration and its speed: milliseconds, tokens a second, and MFU."""
+def log_iteration(log, model, iter_num, lr, loss, dev, world_size, batches):
+    """Log the loss of an iteration and its speed: milliseconds, tokens a second, and MFU, if all rows are full."""
     synchronize(dev)
     dt, rows = log.seconds_per_iter(iter_num), gradient_accumulation_steps * batch_size
-    mfu = model.estimate_mfu(rows / world_size, dt, peak_flops or default_peak_flops(dev))
-    log.iteration(iter_num, lr, loss, dt, rows * block_size / dt, mfu)
+    is_full = batches.tokens_per_row == model.config.block_size
+    mfu = model.estimate_mfu(rows / world_size, dt, peak_flops or default_peak_flops(dev)) if is_full else None
+    log.iteration(iter_num, lr, loss, dt, rows * batches.tokens_per_row / dt, mfu)
 
 
 if __name__ == '__main__':

@@ -109,12 +109,18 @@ def compiled(source):
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what the assistant has written, for training. Here it has no effect."""
+        """
+        {% generation %} marks what the assistant has written. The variables answer_begins and answer_ends, which are
+        empty unless they are given, stand around it.
+        """
         tags = {'generation'}
 
         def parse(self, parser):
             next(parser.stream)
-            return parser.parse_statements(['name:endgeneration'], drop_needle=True)
+            body = parser.parse_statements(['name:endgeneration'], drop_needle=True)
+            begin, end = (jinja2.nodes.Output([jinja2.nodes.Name(f'answer_{name}', 'load')])
+                          for name in ('begins', 'ends'))
+            return [begin, *body, end]
 
     def raise_exception(message):
         raise jinja2.exceptions.TemplateError(message)

@@ -2,6 +2,7 @@
 The parts of train.py.
 
     batches        token files, their tokenizers, and batches; a function of the seed and the iteration
+    conversations  batches whose rows are conversations
     cpu            the training step on a CPU: memory that is kept, oneDNN, the loss in parts
     optimizer      AdamW, or Muon with AdamW
     log            printed lines, progress bar, log.csv, loss.png, Weights & Biases

@@ -38,13 +38,15 @@ def vocab_size_of(folder):
 
 def check_tokenizer(model, data, model_from, data_from):
     """
-    The state of the tokenizer to train with: that of the model. ValueError, which names both, if texts get other ids
-    from that of the data. model, data: states of tokenizers; that of ids without a text, 'unknown', goes with all.
+    The state of the tokenizer to train with: that of the model, with the chat template of the data if they have one.
+    ValueError, which names both, if texts get other ids from that of the data. model, data: states of tokenizers; that
+    of ids without a text, 'unknown', goes with all.
     """
     if model['kind'] == 'unknown':
         return data
     if data['kind'] == 'unknown' or model == data or same_tokenizer(model, data):
-        return model
+        chat = {'chat_template': data['chat_template']} if 'chat_template' in data else {}
+        return data if chat and model['kind'] == 'gpt2' else model | chat  # byte pairs by name have no template
     ours, theirs = describe_tokenizer(model), describe_tokenizer(data)
     if ours == theirs and data['kind'] == 'char':
         more = ''.join(sorted({*data['chars']} - {*model['chars']}))

@@ -1,0 +1,68 @@
+"""What a model is trained on in a conversation: the tokens that the assistant has said."""
+import json
+import re
+
+import numpy as np
+
+from formats.tokenizer_files import huggingface_tokenizer
+from tokenizer import ROLES, JSONTokenizer
+
+BEGIN, END = '\ufdd0', '\ufdd1'  # no characters, by Unicode: no text has them
+PLAIN = """\
+{% for message in messages %}
+### {{ message.role }}
+{% if message.role == 'assistant' %}
+{% generation %}
+{{ message.content | trim }}{{ END }}
+{%- endgeneration %}{{ '\\n' }}{% else %}
+{{ message.content | trim }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+### assistant
+{% endif %}
+"""  # END stands for the token that ends an answer
+
+
+def chat_tokenizer(tokenizer):
+    """
+    The tokenizer if it has a chat template, else the same one with PLAIN. ValueError if no token of it ends a text.
+    """
+    if tokenizer.chat_template:
+        return tokenizer
+    if not tokenizer.end_tokens:
+        raise ValueError("a conversation needs a token that ends an answer, and this tokenizer has none: take a model "
+                         "with byte pairs (data/shakespeare/prepare.py --vocab_size=4096)")
+    content, config = huggingface_tokenizer(tokenizer)
+    end = tokenizer.bytes_of_tokens()[tokenizer.end_tokens[0]].decode()
+    return JSONTokenizer(json.dumps(content), [*tokenizer.end_tokens], {role: config[role] for role in ROLES if role in
+                         config}, PLAIN.replace('END', json.dumps(end)))
+
+
+def scored_tokens(tokenizer, messages):
+    """
+    The tokens of a conversation, (n,), and which of them are scored, bool (n,): what the assistant says, and the token
+    that ends it. The chat template may mark that by {% generation %}, as for transformers. Otherwise an answer goes
+    from where a prompt for it ends up to the first end token. ValueError if the template does not show that, or does
+    not take the conversation.
+    """
+    template, spans = tokenizer.chat_template, []
+    text = template.render(messages, add_generation_prompt=False, answer_begins=BEGIN, answer_ends=END)
+    *marked, rest = re.split(f'{BEGIN}([^{END}]*){END}', text)
+    if marked:
+        ends = np.cumsum([len(piece) for piece in marked])
+        spans = [*zip(ends[::2], ends[1::2])]
+        text = ''.join([*marked, rest])
+    encoding = tokenizer.encoding(text, add_special_tokens=False)
+    ids, (starts, ends) = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2).T
+    for i in [] if marked else [i for i, message in enumerate(messages) if message['role'] == 'assistant']:
+        before = template.render(messages[:i])
+        stops = np.flatnonzero(np.isin(ids, tokenizer.end_tokens) & (starts >= len(before)))
+        if not text.startswith(before) or not len(stops):
+            raise ValueError(f"the chat template does not show where message {i + 1} begins and ends: put "
+                             "{% generation %} and {% endgeneration %} around it")
+        spans.append((len(before), ends[stops[0]]))
+    scored = np.zeros(len(ids), bool)
+    for start, end in spans:
+        scored |= (ends > start) & (starts < end)
+    return ids, scored

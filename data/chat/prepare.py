@@ -1,0 +1,78 @@
+"""
+Conversations to train a chat model on: train.bin and val.bin, train_marks.bin and val_marks.bin (what is scored, and
+where a conversation begins), meta.json and the tokenizer's files in this folder.
+
+    python data/chat/prepare.py                              the conversations of this folder, for SmolLM2-135M-Instruct
+    python data/chat/prepare.py --tokenizer=out-tinystories  the same for another model
+    python data/chat/prepare.py --input=a.jsonl,b.jsonl      others
+
+A line of a file is a conversation in OpenAI's format: {"messages": [{"role": "user", "content": "Hello"}, ...]}. Those
+with "held_out": true are for validation; if there are none, every tenth one is.
+"""
+import json
+import os
+import sys
+from contextlib import suppress
+
+sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+                os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+import configurator  # isort: skip
+
+import numpy as np
+import prepare_text
+
+from chat.answers import chat_tokenizer, scored_tokens
+from checkpoint import tokenizer_named
+from tokenizer import read_text
+from training.conversations import FIRST, SCORED
+
+input = ''  # files with commas between; by default kv_cache.jsonl in this folder
+tokenizer = 'data/real/SmolLM2-135M-Instruct.Q4_1.gguf'  # of the model: what init_from of train.py takes
+
+
+def main(config):
+    folder = os.path.dirname(os.path.abspath(__file__))
+    made, parts = chat_tokenizer(tokenizer_named(tokenizer)), dict(val=[], train=[])
+    paths = input.split(',') if input else [os.path.join(folder, 'kv_cache.jsonl')]
+    found = [pair for path in paths for pair in conversations(path)]
+    has_held_out = any(line.get('held_out') for _, line in found)
+    for i, (where, line) in enumerate(found):
+        try:
+            ids, scored = scored_tokens(made, line['messages'])
+        except ValueError as e:
+            raise ValueError(f"{where}: {e}") from e
+        if not scored[1:].any():
+            raise ValueError(f"{where}: the assistant says nothing, so there is nothing to score: leave it out")
+        parts['val' if (line.get('held_out') if has_held_out else i % 10 == 9) else 'train'].append((ids, scored))
+    if not all(parts.values()):
+        raise ValueError(f"{len(parts['train'])} conversations to train on and {len(parts['val'])} to validate: both "
+                         "need one, give ten or more, or mark some with \"held_out\": true")
+    prepare_text.write_meta(folder, made, source=', '.join(map(os.path.basename, paths)),
+                            conversations={split: len(rows) for split, rows in parts.items()})
+    for split, rows in parts.items():
+        marks = np.concatenate([scored * SCORED + (np.arange(len(ids)) == 0) * FIRST for ids, scored in rows])
+        prepare_text.write(os.path.join(folder, f'{split}_marks.bin'), marks.astype(np.uint8).tobytes())
+        tokens = np.concatenate([ids for ids, _ in rows]).astype(prepare_text.dtype_of(made))
+        prepare_text.write(os.path.join(folder, f'{split}.bin'), tokens.tobytes())
+        print(f"{split}.bin: {len(rows):,} conversations, {len(tokens):,} tokens, {(marks & SCORED).sum():,} of them "
+              f"scored; the longest has {max(len(ids) for ids, _ in rows):,}")
+
+
+def conversations(path):
+    """Yields (where it stands, the dict) of each line of a JSONL file. ValueError if one is no conversation."""
+    for number, text in enumerate(read_text(path).split('\n'), 1):
+        where, good = f"{path}, line {number}", False
+        if not text.strip():
+            continue
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            line = json.loads(text)
+            messages = line['messages']
+            good = messages and all(isinstance(m['role'], str) and isinstance(m['content'], str) for m in messages)
+        if not good:
+            raise ValueError(f'{where} must be {{"messages": [{{"role": "user", "content": "..."}}, ...]}}, not '
+                             f"{text[:60]!r}")
+        yield where, line
+
+
+if __name__ == '__main__':
+    configurator.run(main)

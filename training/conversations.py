@@ -1,0 +1,66 @@
+"""Conversations as rows of a batch: padded, cut, and scored where the assistant speaks."""
+import math
+import os
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from training.batches import open_tokens
+
+SCORED, FIRST = 1, 2  # bits of a token's mark in the file of marks
+JITTER = 0.2          # lengths are taken for so much longer or shorter when rows are sorted: other rows meet each time
+
+
+class Conversations:
+    """
+    Batches of the conversations of a split, which data/chat/prepare.py writes: batches(step) -> (inputs, targets), as
+    those of `batches.Batches`. Each conversation is a row, cut behind block_size + 1 tokens. n_cut: how many are.
+
+    Rows of like length share a batch. An epoch has every row, and some twice where the last batch is not full, in an
+    order that is drawn from (seed, split, epoch). So a batch depends on the seed, the split and the step alone.
+
+    ValueError, which names their numbers, if conversations have nothing to score before they are cut.
+    """
+
+    def __init__(self, folder, split, batch_size, block_size, vocab_size, device, seed=0):
+        self.tokens, path = open_tokens(folder, split, 0), os.path.join(folder, split + '_marks.bin')
+        self.marks = np.fromfile(path, np.uint8)
+        self.batch_size, self.device, self.key = batch_size, device, [seed, sum(split.encode())]
+        self.starts = np.flatnonzero(self.marks & FIRST)
+        if len(self.marks) != len(self.tokens) or not len(self.starts) or self.tokens.max() >= vocab_size:
+            raise ValueError(f"{path} does not fit the tokens beside it, or these do not fit the model's vocab_size "
+                             f"{vocab_size}: prepare them again, with --tokenizer=")
+        lengths = np.diff(self.starts, append=len(self.marks))
+        self.lengths = np.minimum(lengths, block_size + 1)
+        self.n_cut, self.tokens_per_row = int((lengths > self.lengths).sum()), float(self.lengths.mean()) - 1
+        n_before = np.cumsum(self.marks & SCORED)  # up to each token and with it
+        silent = np.flatnonzero(n_before[self.starts + self.lengths - 1] == n_before[self.starts])
+        if len(silent):
+            numbers = ', '.join(str(i + 1) for i in silent[:9]) + ' ...' * (len(silent) > 9)
+            raise ValueError(f"{path}: the assistant says nothing within block_size {block_size} in the {len(silent)} "
+                             f"conversations number {numbers}: raise block_size, or leave them out")
+        self.epoch = lru_cache(maxsize=2)(self.epoch)
+
+    def epoch(self, number):
+        """The rows of each batch of an epoch, (n_batches, batch_size)."""
+        n, rng = len(self.starts), np.random.default_rng(self.key + [number])
+        rows = np.resize(rng.permutation(n), -(-n // self.batch_size) * self.batch_size)
+        order = np.argsort(self.lengths[rows] * rng.uniform(1 - JITTER, 1 + JITTER, len(rows)))
+        return rng.permutation(rows[order].reshape(-1, self.batch_size))
+
+    def __call__(self, step):
+        """Batch `step`: inputs and targets, int64 tensors (batch_size, T); a target of -1 is not scored."""
+        n_batches = -(-len(self.starts) // self.batch_size)
+        rows = self.epoch(step // n_batches)[step % n_batches]
+        inputs = np.zeros((len(rows), self.lengths[rows].max() - 1), np.int64)
+        targets = np.full_like(inputs, -1)
+        for x, y, start, length in zip(inputs, targets, self.starts[rows], self.lengths[rows]):
+            row, scored = (each[start:start + length] for each in (self.tokens, self.marks & SCORED))
+            x[:length - 1] = row[:-1]
+            y[:length - 1][scored[1:] > 0] = row[1:][scored[1:] > 0]
+        return tuple(torch.from_numpy(each).to(self.device) for each in (inputs, targets))
+
+    def in_words(self, loss):
+        """A loss in nats a token, as text, with the perplexity."""
+        return f'{loss:.4f} (perplexity {math.exp(min(loss, 99)):.2f})'
