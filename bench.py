@@ -14,6 +14,8 @@ How fast, measured here and now.
     python bench.py --mode=gpu               the engine on a GPU, beside PyTorch's steps (make gpu)
     python bench.py --mode=loss              what numbers in fewer bits cost a trained model, in nats
     python bench.py --mode=loss --init_from=SmolLM2-135M-Instruct --text=KV_CACHE.md,docs/TRAINING.md
+    python bench.py --mode=eval --init_from=out-chat --text=my.txt --choices=tasks.jsonl
+                                             how good a model is: bits per byte, multiple choice
     python bench.py --mode=recipes           what each setting of a fast training run brings in equal seconds, in nats
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Nothing outside of this folder
@@ -34,11 +36,12 @@ from benchmarks.harness import describe_machine, run_parts
 from benchmarks.shapes import GPTS, SHAPES
 from device import pick_device, pick_dtype, share_cores
 
-mode = 'generate'         # generate, train, peers, serve, loss, gpu or recipes
+mode = 'generate'         # generate, train, peers, serve, loss, eval, gpu or recipes
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode.
                           # In peers mode also smollm2 and qwen0.5b, the shapes of SmolLM2-135M and Qwen2.5-0.5B
-init_from = ''            # in peers and loss mode: a trained model, as in sample.py, in place of shapes and checkpoints
-text = ''                 # in loss mode: files of text, with commas between, which the model of init_from predicts
+init_from = ''            # in peers, loss and eval mode: a trained model, as in sample.py, or the out_dir of a run
+text = ''                 # in loss and eval mode: files of text, with commas between, which the model predicts
+choices = ''              # in eval mode: files of questions with choices, see benchmarks/evaluation.py
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
 bias = False              # in linears and layer norms?
@@ -59,8 +62,8 @@ dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the devic
 
 # A module has PARTS, see `harness.Part`. It may have CPU_ONLY, what is measured on a CPU alone, and check(asked), which
 # raises ValueError and returns what is written beside the rows.
-MODES = dict(generate='generate', train='train_step', peers='peers.race', serve='serve.loads', loss='loss', gpu='gpu',
-             recipes='recipes')
+MODES = dict(generate='generate', train='train_step', peers='peers.race', serve='serve.loads', loss='loss',
+             eval='evaluation', gpu='gpu', recipes='recipes')
 
 
 def main(config):
@@ -92,8 +95,11 @@ def check_settings():
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     known = SHAPES if mode == 'peers' else GPTS
-    if (init_from or text) and mode not in ('peers', 'loss'):
-        raise ValueError(f"init_from and text are for peers and loss mode: leave them out in {mode} mode")
+    if (init_from or text) and mode not in ('peers', 'loss', 'eval') or choices and mode != 'eval':
+        raise ValueError(f"init_from and text are for peers, loss and eval mode, choices for eval mode: leave them out "
+                         f"in {mode} mode")
+    if mode == 'eval' and not (text or choices):
+        raise ValueError("eval mode needs something to evaluate a model on: --text=FILE,... or --choices=FILE,...")
     if init_from and shape != 'auto':
         raise ValueError("init_from takes the place of the shapes: leave one of them out")
     if mode == 'loss' and bool(init_from) != bool(text):

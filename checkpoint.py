@@ -144,8 +144,9 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None, weights='float
     (model in eval mode on device, its tokenizer, the folder where files made from it belong), and a line on stderr that
     says what was loaded.
 
-    init_from: 'resume' loads out_dir/ckpt.pt, or the newest out*/ckpt.pt if out_dir is ''. Anything else is a model of
-        another project: a name on the hub, the name of a GPT-2, a folder in Hugging Face format or a GGUF file.
+    init_from: 'resume' loads out_dir/ckpt.pt, or the newest out*/ckpt.pt if out_dir is ''. Anything else is the out_dir
+        of a run, or a model of another project: a name on the hub, the name of a GPT-2, a folder in Hugging Face format
+        or a GGUF file.
     gpt: the module whose GPT and GPTConfig are used, model or debug_kv_model.
     dtype: of the weights of such a model, see `formats.from_pretrained`. weights: how the decoder reads them. On a CPU
         all but float32 are packed, and nothing else reads them, so they are read one by one as they are packed.
@@ -154,6 +155,8 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None, weights='float
     it is GPT-2's for a gpt2, and an error for others. ValueError if there is no such model, or if the tokenizer has
     more tokens than the model. Only tokens that were added to it may be more: stderr says so, and it refuses them.
     """
+    if is_run(init_from):
+        init_from, out_dir = 'resume', init_from
     if init_from != 'resume':
         files, lazy = files_of(init_from), device == 'cpu' and weights != 'float32'
         state = files.tokenizer_state()
@@ -187,7 +190,7 @@ def load_draft(draft, gpt, target, tokenizer):
     The model that a setting `draft` names: a folder with a ckpt.pt, or what `load_model` takes as init_from. It gets as
     many rows as target has, its last one several times. ValueError if its tokenizer is not that of the target.
     """
-    model, its_tokenizer, _ = load_model(*('resume', draft) if is_run(draft) else (draft, ''), gpt)
+    model, its_tokenizer, _ = load_model(draft, '', gpt)
     if not tokenizers.same_ids(tokenizer, its_tokenizer):
         raise ValueError(f"draft={draft} has another tokenizer than the model: take a draft with the model's")
     n, own = target.config.vocab_size, model.config.vocab_size

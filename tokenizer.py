@@ -428,6 +428,23 @@ def read_json(path):
     return content
 
 
+def read_json_lines(path, form, is_good):
+    """
+    Yields (where it is, the dict) of each line of a JSONL file that is not blank. ValueError for a line that is none,
+    or that the function is_good refuses, by False or an exception. form: what a line must be, in words.
+    """
+    for number, text in enumerate(read_text(path).split('\n'), 1):
+        if not text.strip():
+            continue
+        try:
+            good = is_good(line := json.loads(text))
+        except (ValueError, LookupError, TypeError, RecursionError):
+            good = False
+        if not good:
+            raise ValueError(f"{path}, line {number} must be {form}, not {text[:60]!r}")
+        yield f"{path}, line {number}", line
+
+
 def read_text(path, newline=None):
     """The text of a UTF-8 file, without a byte order mark. newline: as of `open`. ValueError if it is not UTF-8."""
     try:

@@ -5,6 +5,7 @@ What is measured, and how. `bench.py` runs it.
     train_step     time of a training iteration
     recipes        what a setting brings to training in equal seconds
     loss           what rounded numbers and a shifted context cost, in nats
+    evaluation     how good a model is: bits per byte, multiple choice
     gpu            the engine and its step on a GPU
     peers/         the same weights in other engines: decoding and prefills
     serve/         our server and llama-server with several clients; a soak

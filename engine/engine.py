@@ -62,13 +62,13 @@ class Engine:
 
     def add(self, prompt, max_new_tokens, n=1, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), salt='',
             prompt_logits=False, logprobs=False, most_ahead=MOST_AHEAD, constraint=None, when_full=None, keep=None,
-            n_keep=0, **values):
+            n_keep=0, logits_from=0, **values):
         """
         Begin n sequences that continue a prompt, a list of token ids. Returns them. Number i draws with seed + i.
 
-        stop_ids, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, prompt_logits, logprobs,
-        most_ahead: see `Sequence`. constraint: None, or what says which tokens may come next, of which each sequence
-        gets its own, see `Sequence`. when_full: what becomes of a context of block_size tokens that gets another one.
+        stop_ids, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, prompt_logits, logits_from,
+        logprobs, most_ahead: see `Sequence`. constraint: None, or what says which tokens may come next, of which each
+        sequence gets its own. when_full: what becomes of a context of block_size tokens that gets another one.
             'crop': the last block_size tokens, as in nanoGPT. Each token then costs a full pass.
             'shift': the first n_keep tokens of the prompt and the last `keep`, by default half of block_size; they are
             computed again at their new positions, which makes room for more tokens at one step each.
@@ -88,7 +88,8 @@ class Engine:
         self.notice_changes()
         sequences = [
             Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stop_ids, min_tokens, logit_bias, prompt, **values),
-                     max_new_tokens, c.max_positions, n_kept, keep, salt, prompt_logits and not i, logprobs, most_ahead)
+                     max_new_tokens, c.max_positions, n_kept, keep, salt, prompt_logits and not i, logprobs, most_ahead,
+                     logits_from)
             for i in range(n)]
         for s in sequences if constraint else ():
             s.constraint = constraint.for_sample(s.settings.stop_ids)

@@ -226,8 +226,9 @@ class Scheduler:
         while True:
             if self.n_growing is None:
                 self.n_growing = sum(map(pool.will_grow, self.running))
-            # a prompt whose logits are wanted is computed from its first token on
-            found = pool.begin(s, s.tokens if s.whole and (s.n_drawn or not s.prompt_logits) else (), s.salt)
+            # a prompt whose logits are wanted is computed from the first one of these on
+            sought = s.tokens[:s.logits_from + 1] if s.prompt_logits and not s.n_drawn else s.tokens
+            found = pool.begin(s, sought if s.whole else (), s.salt)
             if pool.extend(s, min(s.length - found, self.at_once) if pool.window else s.length - found) and (
                     pool.n_free >= self.n_growing):
                 break

@@ -16,8 +16,8 @@ class Sequence:
     max_positions, n_keep, keep: a context of max_positions tokens that gets another one becomes the first n_keep tokens
         and the last `keep`. With keep = max_positions that is a window that moves by one token, as in nanoGPT.
     most_ahead: how many tokens it draws in a call at most. salt: of the pages that it may share.
-    prompt_logits: are the logits of all tokens of the prompt wanted? They are computed then, whatever is remembered.
-    logprobs: are the logits wanted from which its tokens are drawn?
+    prompt_logits: are the logits of the prompt's tokens wanted, from number logits_from on? These tokens are computed
+        then, whatever is remembered. logprobs: are the logits wanted from which its tokens are drawn?
     siblings: sequences with the same prompt, which begin as forks of this one when all but its last token is computed.
     rank: the order of arrival; the scheduler prefers the lowest. n_failed: how many calls of it have failed.
     constraint: None, or what says which tokens may come next, see `serving.constraints.Constraint`. It follows the
@@ -26,15 +26,16 @@ class Sequence:
     """
     __slots__ = ('tokens', 'n_prompt', 'n_end', 'settings', 'ended', 'error', 'n_computed', 'table', 'cells', 'runs',
                  'n_writable', 'prefixes', 'n_found', 'max_positions', 'n_keep', 'keep', 'salt', 'prompt_logits',
-                 'logprobs', 'siblings', 'rank', 'n_failed', 'owner', 'most_ahead', 'constraint')
+                 'logits_from', 'logprobs', 'siblings', 'rank', 'n_failed', 'owner', 'most_ahead', 'constraint')
 
     def __init__(self, prompt, settings, max_new_tokens, max_positions, n_keep=0, keep=None, salt='',
-                 prompt_logits=False, logprobs=False, most_ahead=MOST_AHEAD):
+                 prompt_logits=False, logprobs=False, most_ahead=MOST_AHEAD, logits_from=0):
         self.tokens, self.n_prompt, self.settings = list(prompt), len(prompt), settings
         self.n_end, self.ended, self.error = self.n_prompt + max_new_tokens, None, None
         self.max_positions, self.n_keep = max_positions, n_keep
         self.keep = max_positions if keep is None else keep
         self.salt, self.prompt_logits, self.logprobs, self.most_ahead = salt, prompt_logits, logprobs, most_ahead
+        self.logits_from = logits_from
         self.siblings, self.rank, self.n_failed, self.n_found, self.owner, self.constraint = [], (), 0, None, None, None
         self.forget()
 

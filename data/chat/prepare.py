@@ -9,10 +9,8 @@ where a conversation begins), meta.json and the tokenizer's files in this folder
 A line of a file is a conversation in OpenAI's format: {"messages": [{"role": "user", "content": "Hello"}, ...]}. Those
 with "held_out": true are for validation; if there are none, every tenth one is.
 """
-import json
 import os
 import sys
-from contextlib import suppress
 
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
                 os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
@@ -23,18 +21,20 @@ import prepare_text
 
 from chat.answers import chat_tokenizer, scored_tokens
 from checkpoint import tokenizer_named
-from tokenizer import read_text
+from tokenizer import read_json_lines
 from training.conversations import FIRST, SCORED
 
 input = ''  # files with commas between; by default kv_cache.jsonl in this folder
 tokenizer = 'data/real/SmolLM2-135M-Instruct.Q4_1.gguf'  # of the model: what init_from of train.py takes
+
+FORM = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
 def main(config):
     folder = os.path.dirname(os.path.abspath(__file__))
     made, parts = chat_tokenizer(tokenizer_named(tokenizer)), dict(val=[], train=[])
     paths = input.split(',') if input else [os.path.join(folder, 'kv_cache.jsonl')]
-    found = [pair for path in paths for pair in conversations(path)]
+    found = [pair for path in paths for pair in read_json_lines(path, FORM, is_conversation)]
     has_held_out = any(line.get('held_out') for _, line in found)
     for i, (where, line) in enumerate(found):
         try:
@@ -58,20 +58,9 @@ def main(config):
               f"scored; the longest has {max(len(ids) for ids, _ in rows):,}")
 
 
-def conversations(path):
-    """Yields (where it stands, the dict) of each line of a JSONL file. ValueError if one is no conversation."""
-    for number, text in enumerate(read_text(path).split('\n'), 1):
-        where, good = f"{path}, line {number}", False
-        if not text.strip():
-            continue
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            line = json.loads(text)
-            messages = line['messages']
-            good = messages and all(isinstance(m['role'], str) and isinstance(m['content'], str) for m in messages)
-        if not good:
-            raise ValueError(f'{where} must be {{"messages": [{{"role": "user", "content": "..."}}, ...]}}, not '
-                             f"{text[:60]!r}")
-        yield where, line
+def is_conversation(line):
+    messages = line['messages']
+    return messages and all(isinstance(m['role'], str) and isinstance(m['content'], str) for m in messages)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,117 @@
+"""
+How good a model is: bits per byte of any text, and multiple choice by log likelihood, with standard errors. The figures
+are those of lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) on the same task.
+
+    python bench.py --mode=eval --init_from=out-tinystories --text=my.txt --choices=tasks.jsonl
+"""
+import math
+
+import torch
+
+from benchmarks.harness import Part
+from benchmarks.ours import log_likelihoods
+from benchmarks.shapes import label, trained
+from tokenizer import read_json_lines, read_text
+
+CPU_ONLY = "models are evaluated"
+AT_ONCE = 16  # questions, or pieces of a text: the contexts of all of them fit into the pool
+FORM = '{"question": "...", "choices": ["...", ...], "answer": 0}, with the number of the right choice'
+
+
+def bits_per_byte(asked):
+    """A row for each file of text."""
+    if not asked.text:
+        return
+    model, tokenizer = trained(asked.init_from or 'resume')
+    yield [dict(model=label(asked.init_from), text=path, **bits_of(model, tokenizer, read_text(path)))
+           for path in asked.text.split(',')]
+
+
+def bits_of(model, tokenizer, text):
+    """
+    The text is cut into pieces of block_size tokens, each predicted from those before it in its piece, the first one
+    from the last token before it; that of the text from the token with which texts begin. (The last piece sees
+    block_size tokens too.) Without such a token the first one is not predicted.
+    """
+    size, tokens = model.config.block_size, tokenizer.encode(text, add_special_tokens=False)
+    n_bytes, begin = len(text.encode()), begin_of(tokenizer)
+    if begin is None:
+        n_bytes -= len(tokenizer.token_bytes[tokens[0]]) if tokens else 0
+    else:
+        tokens = [begin, *tokens]
+    if len(tokens) < 2:
+        raise ValueError(f"a text needs at least two tokens to be predicted, not {len(tokens)}")
+    score, pieces = log_likelihoods(model), []
+    ends = [min(start + size, len(tokens) - 1) for start in range(0, len(tokens) - 1, size)]
+    pairs = [(tokens[max(0, end - size):start + 1], tokens[start + 1:end + 1]) for start, end in zip([0, *ends], ends)]
+    for i in range(0, len(pairs), AT_ONCE):
+        pieces += score(pairs[i:i + AT_ONCE])
+    n, lengths = len(pieces), torch.tensor([len(piece) for piece in pieces])
+    nats = -torch.stack([piece.sum() for piece in pieces])
+    mean, bits = (nats.sum() / lengths.sum()).item(), nats.sum().item() / math.log(2) / n_bytes
+    # of a ratio of two sums over pieces
+    error = ((nats - mean * lengths).square().sum() * n / max(1, n - 1)).sqrt().item() / math.log(2) / n_bytes
+    return dict(bytes=n_bytes, tokens=int(lengths.sum()), nats_per_token=mean, bits_per_byte=bits, standard_error=error)
+
+
+def begin_of(tokenizer):
+    """The token before a text: its bos_token, its <|endoftext|>, or another one that ends a text. None without one."""
+    named = getattr(tokenizer, 'special_tokens', {}).get('bos_token')
+    begin = tokenizer.library.token_to_id(named) if named else None
+    return begin if begin is not None else next(iter(tokenizer.end_tokens), None)
+
+
+def multiple_choice(asked):
+    """A row for each file of questions."""
+    if not asked.choices:
+        return
+    model, tokenizer = trained(asked.init_from or 'resume')
+    files = {path: [line for _, line in read_json_lines(path, FORM, is_question)] for path in asked.choices.split(',')}
+    yield [dict(model=label(asked.init_from), choices=path, **accuracies(model, tokenizer, lines))
+           for path, lines in files.items()]
+
+
+def accuracies(model, tokenizer, lines):
+    """
+    acc: the share of questions whose answer has the highest log likelihood behind the question and a blank. acc_norm:
+    the same for the log likelihood over the number of its characters. The choices of a question share its pages.
+    """
+    score, right = log_likelihoods(model), []
+    if not lines:
+        raise ValueError("there are no questions: each is a line of the file")
+    for i in range(0, len(lines), AT_ONCE):
+        pairs = [[encoded(model, tokenizer, line['question'], ' ' + choice) for choice in line['choices']]
+                 for line in lines[i:i + AT_ONCE]]
+        first = score([of_question[0] for of_question in pairs])
+        others = iter(score([pair for of_question in pairs for pair in of_question[1:]]))
+        for line, one, of_question in zip(lines[i:], first, pairs):
+            sums = torch.stack([one.sum(), *(next(others).sum() for _ in of_question[1:])])
+            lengths = torch.tensor([len(choice) for choice in line['choices']])
+            right.append([sums.argmax() == line['answer'], (sums / lengths).argmax() == line['answer']])
+    (acc, acc_norm), error = torch.tensor(right).double().mean(0).tolist(), lambda p: (p * (1 - p) / max(
+        1, len(right) - 1)) ** 0.5
+    return dict(questions=len(right), acc=acc, acc_error=error(acc), acc_norm=acc_norm, acc_norm_error=error(acc_norm))
+
+
+def encoded(model, tokenizer, context, continuation):
+    """The tokens of a context and of what follows it, at most block_size + 1, of which the context's first ones go."""
+    blanks = context[len(context.rstrip()):]
+    context, continuation = context.rstrip(), blanks + continuation  # a blank begins a word
+    n, whole = len(tokenizer.encode(context)), tokenizer.encode(context + continuation)
+    if not n:
+        raise ValueError("a question must not be empty: each choice is scored behind one")
+    before, behind = whole[:n], whole[n:]
+    return before[-max(1, model.config.block_size + 1 - len(behind)):], behind
+
+
+def is_question(line):
+    choices, answer = line['choices'], line['answer']
+    return (isinstance(line['question'], str) and all(isinstance(choice, str) and choice for choice in choices)
+            and type(answer) is int and 0 <= answer < len(choices))
+
+
+PARTS = dict(
+    text=Part(bits_per_byte, 1, "bits per byte of a text", 'model text bytes tokens nats_per_token bits_per_byte '
+              'standard_error'),
+    choices=Part(multiple_choice, 1, "multiple choice by log likelihood",
+                 'model choices questions acc acc_error acc_norm acc_norm_error'))
