@@ -2,8 +2,8 @@
 Checkpoints: saved so that a crash cannot damage one, loaded without running anything in them, and made into models.
 
 The keys are nanoGPT's (model, optimizer, model_args, iter_num, best_val_loss, config), so a ckpt.pt of nanoGPT loads
-here, and one of ours loads there if the model is one that nanoGPT has. Ours has tokenizer, rng, scaler and threads as
-well.
+here, and one of ours loads there if the model is one that nanoGPT has. Ours has tokenizer, rng, scaler, threads and
+seconds as well.
 """
 import glob
 import os
@@ -94,7 +94,7 @@ def check_contents(checkpoint):
         keys = ', '.join(map(str, checkpoint)) or 'no keys'
         raise ValueError(f"it must have the keys model and model_args, but has {keys[:100]}")
     wanted = dict.fromkeys(('model', 'model_args', 'optimizer', 'config', 'tokenizer', 'rng', 'scaler'), dict)
-    for key, kind in {**wanted, 'iter_num': int, 'threads': int}.items():
+    for key, kind in {**wanted, 'iter_num': int, 'threads': int, 'seconds': float}.items():
         if key in checkpoint and not isinstance(checkpoint[key], kind):
             raise ValueError(f"its {key} must be of type {kind.__name__}, not {type(checkpoint[key]).__name__}")
     if not all(isinstance(name, str) and is_dense(w) for name, w in checkpoint['model'].items()):

@@ -12,6 +12,7 @@ import configurator  # isort: skip
 
 import math
 import os
+import time
 from contextlib import nullcontext
 from dataclasses import fields
 
@@ -74,6 +75,8 @@ learning_rate = 6e-4           # of AdamW, at its highest
 muon_lr = 0.02                 # of Muon, at its highest; it rises and falls as AdamW's does
 muon_weight_decay = 0.0        # of Muon's matrices
 max_iters = 600000             # optimizer steps in all
+max_minutes = 0.0              # of one process: how long the run trains, in place of max_iters and lr_decay_iters: the
+                               # learning rate falls with the time that is left; 0 is no limit
 weight_decay = 1e-1            # of matrices and embeddings
 beta1 = 0.9                    # of AdamW
 beta2 = 0.95                   # of AdamW
@@ -92,6 +95,9 @@ compile = True                 # torch.compile the model; on a CPU it is no fast
 onednn = False                 # on a CPU: oneDNN where it is faster, the loss in parts; last bits differ
 seed = 1337                    # of the weights, the data order and dropout
 peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
+
+
+FOREVER = 2**62  # iterations
 
 
 def main(config):
@@ -114,7 +120,8 @@ def main(config):
 
 def train(config, world_size, rank, stop, log, checkpointer):
     """Train with the settings of this module, as process `rank` of `world_size`."""
-    master = rank == 0
+    global max_iters
+    master, max_iters = rank == 0, FOREVER if max_minutes else max_iters
     dev = join_processes(device, backend, parallel, world_size)
     dt = pick_dtype(dtype, dev)
     torch.manual_seed(seed if parallel == 'fsdp' else seed + rank)
@@ -148,13 +155,17 @@ def train(config, world_size, rank, stop, log, checkpointer):
         restore(resumed, optimizer, scaler)
     iter_num = first_iter = resumed.get('iter_num', 0)
     best_val_loss = float(resumed.get('best_val_loss', math.inf))
+    began = time.monotonic() - resumed.get('seconds', 0.0)
     resumed.clear()  # frees memory: its tensors were copied into the model and the optimizer
-    checkpointer.track(raw_model, optimizer, scaler, config, tokenizer_state)
+    checkpointer.track(raw_model, optimizer, scaler, config, tokenizer_state, began)
     try:
         if master:
             open_log(log, checkpointer, config, iter_num)
         while iter_num <= max_iters or eval_only:
-            lr = set_lr(optimizer, iter_num)
+            share = (time.monotonic() - began) / (60 * max_minutes) if max_minutes else 0.0
+            if share >= 1:
+                max_iters = iter_num
+            lr = set_lr(optimizer, iter_num, share)
             evaluators = world_size if parallel == 'fsdp' else 1  # a sharded model runs in all processes at once
             if rank < evaluators and (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only):
                 losses = estimate_loss(eval_model, eval_batches, amp, lambda: stop.agreed(evaluators, dev))
@@ -179,12 +190,14 @@ def train(config, world_size, rank, stop, log, checkpointer):
 def check_settings(world_size):
     configurator.check_range(globals(), 1, math.inf, 'batch_size', 'gradient_accumulation_steps', 'eval_iters',
                              'eval_interval', 'log_interval')
-    configurator.check_range(globals(), 0, math.inf, 'max_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
-                             'grad_clip', 'peak_flops')
+    configurator.check_range(globals(), 0, math.inf, 'max_iters', 'max_minutes', 'seed', 'learning_rate', 'min_lr',
+                             'weight_decay', 'grad_clip', 'peak_flops')
     check_optimizer(globals())
     if gradient_accumulation_steps % world_size:
         raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the "
                          f"{world_size} processes")
+    if max_minutes and world_size > 1:
+        raise ValueError(f"max_minutes is for one process, and the clocks of {world_size} differ: give --max_iters=")
     if init_from == 'scratch':
         new_config(1)
     pick_dtype(dtype, pick_device(device))
@@ -197,8 +210,13 @@ def new_config(vocab_size):
     return GPTConfig(vocab_size=vocab_size, **named)
 
 
-def set_lr(optimizer, it):
-    """Set the learning rate of iteration `it`, and return it."""
+def set_lr(optimizer, it, share=0.0):
+    """
+    Set the learning rate of iteration `it`, and return it. With max_minutes, after the warmup it is that of the
+    iteration of lr_decay_iters that corresponds to the share of the time that has gone.
+    """
+    if max_minutes and it >= warmup_iters:
+        it = warmup_iters + min(1.0, share) * (lr_decay_iters - warmup_iters)
     lr = get_lr(it)
     for group in optimizer.param_groups:
         group['lr'] = lr if 'betas' in group else lr * (muon_lr / learning_rate)
@@ -324,7 +342,7 @@ def open_log(log, checkpointer, config, iter_num):
         if checkpointer.is_of_earlier_run():
             log.say(f"{checkpointer.best} is of an earlier run: it stays until an evaluation of this run saves, and a "
                     "stop before that saves nothing")
-        log.open_files(out_dir, iter_num, max_iters)
+        log.open_files(out_dir, iter_num, None if max_minutes else max_iters)
     log.start_clock(iter_num)
 
 

@@ -183,7 +183,7 @@ def checkpointer_in(folder, resume=True):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
     made = Checkpointer(str(folder), resume, writes=True)
-    made.track(model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler(enabled=False), {}, {})
+    made.track(model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler(enabled=False), {}, {}, 0.0)
     return made
 
 
@@ -333,3 +333,24 @@ def test_timing_threads_changes_no_result_and_a_resumed_run_keeps_their_number(r
     assert again == threads and 'threads:' not in out
     out, given, again = train_on('', 'given', '--max_iters=4', '--init_from=resume')
     assert again == threads and 'as in the run before' in out and same(timed, given)
+
+
+def test_minutes_end_a_run_and_its_learning_rate_and_a_resumed_one_has_the_rest_of_them(repo):
+    """The rate is the cosine's of the share of the time that has gone: 2.4 seconds, 1.2 of them in a run before."""
+    script = changed_train(repo, "import training.checkpointer, time\nclock = [1e6]\n"
+                           "time.monotonic = lambda: clock.append(clock[-1] + 0.05) or clock[-1]")
+    how = '--max_minutes=0.04', '--warmup_iters=2', '--min_lr=0.0', '--learning_rate=1e-2', '--max_iters=3'
+    done = run(repo, script, *TINY, *how, '--eval_interval=10', '--out_dir=straight')
+    assert done.returncode == 0, done.stderr
+    rates = [float(row['lr']) for row in log(repo / 'straight') if row['batch_loss']]
+    assert 20 < len(rates) < 60 and max(rates) == max(rates[:4]) and rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] < 2e-4 and rates[len(rates) // 2] == pytest.approx(5e-3, rel=0.2)
+    saved = checkpoints.load(str(repo / 'straight' / 'ckpt.pt'))
+    assert saved['iter_num'] == len(rates) and saved['seconds'] >= 2.4
+    half = checkpoints.load(str(repo / 'straight' / 'ckpt.pt')) | dict(seconds=1.2)
+    (repo / 'again').mkdir()
+    checkpoints.save(half, str(repo / 'again' / 'ckpt.pt'))
+    done = run(repo, script, *TINY, *how, '--eval_interval=1000', '--out_dir=again', '--init_from=resume')
+    assert done.returncode == 0, done.stderr
+    rates_of_rest = [float(row['lr']) for row in log(repo / 'again') if row['batch_loss']]
+    assert 5e-3 >= rates_of_rest[0] > 4e-3 and 0.3 < len(rates_of_rest) / len(rates) < 0.7

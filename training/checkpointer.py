@@ -8,6 +8,7 @@ A resumed run goes on from the one that is further along.
 """
 import glob
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -42,8 +43,9 @@ class Checkpointer:
             for leftover in glob.glob(glob.escape(path) + '.*.tmp'):  # of a run that was killed while it saved
                 os.remove(leftover)
 
-    def track(self, model, optimizer, scaler, config, tokenizer_state):
-        """Store the objects that every checkpoint is made from."""
+    def track(self, model, optimizer, scaler, config, tokenizer_state, began):
+        """Store what every checkpoint is made from. began: when the run began, of time.monotonic, without pauses."""
+        self.began = began
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.config, self.tokenizer_state = config, tokenizer_state
 
@@ -61,6 +63,7 @@ class Checkpointer:
             # of GPUs only where this process has used one: asking would start them
             'rng': {'torch': torch.get_rng_state(),
                     'cuda': torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []},
+            'seconds': time.monotonic() - self.began,
             # torchrun gives each of several processes one thread, and a later run of one process should not keep that
             **({} if dist.is_initialized() else {'threads': torch.get_num_threads()}),
         }
