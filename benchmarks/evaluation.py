@@ -18,13 +18,13 @@ AT_ONCE = 16  # questions, or pieces of a text: the contexts of all of them fit 
 FORM = '{"question": "...", "choices": ["...", ...], "answer": 0}, with the number of the right choice'
 
 
-def bits_per_byte(asked):
-    """A row for each file of text."""
-    if not asked.text:
-        return
-    model, tokenizer = trained(asked.init_from or 'resume')
-    yield [dict(model=label(asked.init_from), text=path, **bits_of(model, tokenizer, read_text(path)))
-           for path in asked.text.split(',')]
+def rows(asked, name, read, figures):
+    """A row with the figures of the model on each file that the setting `name` names; nothing without files."""
+    files = {path: read(path) for path in getattr(asked, name).split(',') if path}
+    if files:
+        model, tokenizer = trained(asked.init_from or 'resume')
+        yield [{'model': label(asked.init_from), name: path, **figures(model, tokenizer, content)}
+               for path, content in files.items()]
 
 
 def bits_of(model, tokenizer, text):
@@ -61,16 +61,6 @@ def begin_of(tokenizer):
     return begin if begin is not None else next(iter(tokenizer.end_tokens), None)
 
 
-def multiple_choice(asked):
-    """A row for each file of questions."""
-    if not asked.choices:
-        return
-    model, tokenizer = trained(asked.init_from or 'resume')
-    files = {path: [line for _, line in read_json_lines(path, FORM, is_question)] for path in asked.choices.split(',')}
-    yield [dict(model=label(asked.init_from), choices=path, **accuracies(model, tokenizer, lines))
-           for path, lines in files.items()]
-
-
 def accuracies(model, tokenizer, lines):
     """
     acc: the share of questions whose answer has the highest log likelihood behind the question and a blank. acc_norm:
@@ -104,6 +94,11 @@ def encoded(model, tokenizer, context, continuation):
     return before[-max(1, model.config.block_size + 1 - len(behind)):], behind
 
 
+def read_questions(path):
+    """The lines of a JSONL file, dicts. ValueError, which says where, if one is no question."""
+    return [line for _, line in read_json_lines(path, FORM, is_question)]
+
+
 def is_question(line):
     choices, answer = line['choices'], line['answer']
     return (isinstance(line['question'], str) and all(isinstance(choice, str) and choice for choice in choices)
@@ -111,7 +106,7 @@ def is_question(line):
 
 
 PARTS = dict(
-    text=Part(bits_per_byte, 1, "bits per byte of a text", 'model text bytes tokens nats_per_token bits_per_byte '
-              'standard_error'),
-    choices=Part(multiple_choice, 1, "multiple choice by log likelihood",
-                 'model choices questions acc acc_error acc_norm acc_norm_error'))
+    text=Part(lambda asked: rows(asked, 'text', read_text, bits_of), 1, "bits per byte of a text",
+              'model text bytes tokens nats_per_token bits_per_byte standard_error'),
+    choices=Part(lambda asked: rows(asked, 'choices', read_questions, accuracies), 1,
+                 "multiple choice by log likelihood", 'model choices questions acc acc_error acc_norm acc_norm_error'))

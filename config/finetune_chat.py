@@ -1,8 +1,5 @@
-# a chat model from a model that was trained before: all of its weights are trained further, on conversations, of which
-# what the assistant says is scored
-#   make real
-#   python data/chat/prepare.py --tokenizer=data/real/SmolLM2-135M-Instruct.Q4_1.gguf
-#   python train.py config/finetune_chat.py --init_from=data/real/SmolLM2-135M-Instruct.Q4_1.gguf
+# a chat model from a trained model: make real, then python data/chat/prepare.py, then train.py with this file.
+# For another model give both --tokenizer=MODEL and --init_from=MODEL
 import torch
 
 out_dir = 'out-chat'

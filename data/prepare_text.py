@@ -5,7 +5,7 @@ train.bin, val.bin and meta.json, and a tokenizer.json where the tokenizer has o
 import hashlib
 import json
 import os
-import re
+from contextlib import suppress
 
 import numpy as np
 import requests
@@ -59,14 +59,23 @@ def download(url, path, most=0, sha256=''):
         if not here:
             raise ConnectionError(f"{url} could not be downloaded ({type(e).__name__})") from e
         raise ValueError(f"{url} could not be reached ({type(e).__name__}), and {here:,} bytes of it are here: try "
-                         f"again, or ask for no more than these") from e
-    n_all = receive(response, part, most)
-    if os.path.getsize(part) < n_all:
+                         "again, or ask for no more than these") from e
+    goes_on, headers = response.status_code in (206, 416), response.headers
+    n_all = int(headers['Content-Range'].rpartition('/')[2] if goes_on else headers.get('Content-Length', 0))
+    wanted = min(most or n_all, n_all)
+    with response, open(part, 'ab' if goes_on else 'wb') as f, suppress(requests.RequestException):
+        for piece in tqdm(response.iter_content(PIECE), unit='64 kB', disable=None) if f.tell() < wanted else ():
+            f.write(piece)
+            if f.tell() >= wanted:
+                break
+    if (here := os.path.getsize(part)) < wanted:
+        raise ValueError(f"{url} was cut after {here:,} bytes: run the same again, which goes on there")
+    if here < n_all:
         return part
-    named = [each.headers.get('X-Linked-ETag', '').strip('"') for each in [*response.history, response]]
-    sha256, digest = sha256 or next(filter(re.compile('[0-9a-f]{64}').fullmatch, named), ''), hashlib.sha256()
+    etags = [each.headers.get('X-Linked-ETag', '').strip('"') for each in [*response.history, response]]
+    sha256, digest = sha256 or next((etag for etag in etags if len(etag) == 64), ''), hashlib.sha256()
     with open(part, 'rb') as f:
-        for piece in iter(lambda: f.read(2**20), b''):
+        while piece := f.read(PIECE):
             digest.update(piece)
     if sha256 not in ('', digest.hexdigest()):
         os.remove(part)
@@ -74,31 +83,6 @@ def download(url, path, most=0, sha256=''):
                          f"{sha256[:12]}...; try again, or pass a text with --input=PATH")
     os.replace(part, path)
     return path
-
-
-def receive(response, part, most):
-    """
-    Write the body of a response to a file, behind what is there if that was asked for, up to `most` bytes in all (0 is
-    no limit). Returns the size of the whole that the server names. ValueError if less has come.
-    """
-    goes_on, headers = response.status_code in (206, 416), response.headers
-    with response, open(part, 'ab' if goes_on else 'wb') as f:
-        named = headers.get('Content-Range', '').rpartition('/')[2] if goes_on else headers.get('Content-Length', '')
-        n_all, cut = int(named) if named.isdecimal() else 0, None
-        wanted = min(most or n_all, n_all)
-        try:
-            with tqdm(total=wanted, initial=f.tell(), unit='B', unit_scale=True, disable=None) as bar:
-                for piece in response.iter_content(PIECE) if response.status_code != 416 else ():
-                    f.write(piece)
-                    bar.update(len(piece))
-                    if f.tell() >= most > 0:
-                        break
-        except requests.RequestException as e:
-            cut = e
-        if cut or f.tell() < wanted:
-            raise ValueError(f"{response.url} was cut after {f.tell():,} bytes: run the same again, which goes on "
-                             "there") from cut
-        return n_all
 
 
 def tokenizer_for(texts, name, vocab_size):

@@ -83,22 +83,16 @@ def rule_of(content):
     The name that `byte_pairs` knows of the rule by which a tokenizer.json, a dict, splits texts before it merges pairs.
     ValueError if there is none.
     """
-    before, model, regexes = content.get('pre_tokenizer') or {}, content.get('model', {}), []
+    before, model, splits = content.get('pre_tokenizer') or {}, content.get('model', {}), []
     for part in before.get('pretokenizers', [before]):
-        if part.get('type') == 'Split' and part.get('behavior') == 'Isolated' and not part.get('invert'):
-            regexes.append(part['pattern'].get('Regex'))
-        elif part.get('type') == 'Digits' and part.get('individual_digits'):
-            regexes.append(r'\p{N}')
-        elif part.get('type') == 'ByteLevel' and not part.get('add_prefix_space'):
-            regexes += [WORDS] * part.get('use_regex', True)
-        else:
-            regexes.append(part.get('type'))
-    names = [name for name, splits in RULES.items() if splits == regexes]
+        known = dict(Split=[part.get('pattern', {}).get('Regex')], Digits=[r'\p{N}'],
+                     ByteLevel=[WORDS] * part.get('use_regex', True))
+        splits += known.get(part.get('type'), [part.get('type')])
+    names = [name for name, rule in RULES.items() if rule == splits]
     normalizer = (content.get('normalizer') or {}).get('type')
     if not names or model.get('type') != 'BPE' or model.get('byte_fallback') or normalizer not in (None, 'NFC'):
-        raise ValueError(f"this tokenizer.json splits texts by {regexes}, normalized by {normalizer}, and none of "
-                         "llama.cpp's rules that are known here does: export with --to=hf, and convert that folder "
-                         "with llama.cpp's convert_hf_to_gguf.py")
+        raise ValueError(f"this tokenizer.json splits texts by {splits}, and none of llama.cpp's rules that are known "
+                         "here does: export with --to=hf, and convert that folder with its convert_hf_to_gguf.py")
     return names[0]
 
 

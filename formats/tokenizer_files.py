@@ -108,11 +108,10 @@ def add_byte_pairs(writer, tokenizer, vocab_size):
              TokenType.USER_DEFINED if i in tokenizer.added_ids else TokenType.NORMAL for i, name in enumerate(names)]
     writer.add_token_list([rf'\xff{i}' if name is None else name for i, name in enumerate(names)])
     writer.add_token_types(types)
-    ends, begin = tokenizer.end_tokens, library.token_to_id(tokenizer.special_tokens.get('bos_token', END_OF_TEXT))
-    for add, ids in ((writer.add_bos_token_id, [begin]), (writer.add_eos_token_id, ends[:1]),
-                     (writer.add_eot_token_id, ends[1:2])):
-        if [i for i in ids if i is not None]:
-            add(*ids)
+    begin, ends = library.token_to_id(tokenizer.special_tokens.get('bos_token', END_OF_TEXT)), tokenizer.end_tokens
+    for role, i in zip(('bos', 'eos', 'eot'), (begin, *ends[:2])):
+        if i is not None:
+            getattr(writer, f'add_{role}_token_id')(i)
     writer.add_add_bos_token(bool(tokenizer.begins))
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template.source)
