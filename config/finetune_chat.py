@@ -13,7 +13,7 @@ always_save_checkpoint = False  # the best one only
 
 batch_size = 8
 gradient_accumulation_steps = 1
-block_size = 512  # a longer conversation is cut there
+block_size = 256  # a longer conversation is cut there
 
 # AdamW, and not the recipe's Muon: its step would take three times as long as the passes of 8 short conversations
 learning_rate = 1e-4
