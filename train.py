@@ -97,9 +97,6 @@ seed = 1337                    # of the weights, the data order and dropout
 peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
 
 
-FOREVER = 2**62  # iterations
-
-
 def main(config):
     world_size, rank = int(os.environ.get('WORLD_SIZE', 1)), configurator.rank()  # of torchrun
     master = rank == 0  # the one that evaluates, logs and saves
@@ -121,7 +118,7 @@ def main(config):
 def train(config, world_size, rank, stop, log, checkpointer):
     """Train with the settings of this module, as process `rank` of `world_size`."""
     global max_iters
-    master, max_iters = rank == 0, FOREVER if max_minutes else max_iters
+    master, max_iters = rank == 0, math.inf if max_minutes else max_iters
     dev = join_processes(device, backend, parallel, world_size)
     dt = pick_dtype(dtype, dev)
     torch.manual_seed(seed if parallel == 'fsdp' else seed + rank)

@@ -209,6 +209,16 @@ def test_all_that_is_here_already_is_whole_and_checked(server, tmp_path, has_ran
         prepare_text.download(server.url + '/d', str(tmp_path / 'd'))
 
 
+def test_stories_are_those_within_the_bytes_that_are_asked_for(tmp_path):
+    from tinystories.prepare import stories
+    texts = [f'{STORY}{i}' for i in range(30000)]
+    (tmp_path / 'a.txt').write_text('\n<|endoftext|>\n'.join(texts) + '<|endoftext|>', encoding='utf-8')
+    assert [*stories(tmp_path / 'a.txt', 0)] == texts
+    found = [*stories(tmp_path / 'a.txt', 1_500_000)]
+    n_bytes = len('\n<|endoftext|>\n'.join(found).encode()) + len('\n<|endoftext|>')
+    assert found == texts[:len(found)] and n_bytes <= 1_500_000 < n_bytes + 200
+
+
 @contextmanager
 def tinystories(repo, url):
     """tinystories/prepare.py asks this address inside."""
