@@ -75,7 +75,7 @@ def main(config):
     dt = pick_dtype(dtype, dev)
     if cpu_only and (dev, dt) != ('cpu', 'float32'):
         raise ValueError(f"{cpu_only} on a CPU in float32: leave device and dtype at auto")
-    names = only.split(',') if only else list(known)
+    names = only.split(',') if only else [name for name in known if mode != 'eval' or globals()[name]]
     if set(names) - set(known):
         raise ValueError(f"the parts of {mode} mode are {', '.join(known)}; not {only!r}")
     if dev == 'cpu':
