@@ -86,7 +86,7 @@ OTHERS = [
     ('data/shakespeare_char/prepare.py', '--input=binary.txt', 'binary.txt is not UTF-8'),
     ('data/shakespeare_char/prepare.py', '--input=empty.txt', 'empty.txt is empty'),
     ('data/openwebtext/prepare.py', '', 'pip install datasets'),
-    ('bench.py', '--mode=fast', 'mode must be one of generate, train, peers, serve, loss, gpu, recipes'),
+    ('bench.py', '--mode=fast', 'mode must be one of generate, train, peers, serve, loss, eval, gpu, recipes'),
     ('bench.py', '--shape=XL', 'any of S, M, L'),
     ('bench.py', '--seed=-1', 'seed must be at least 0'),
     ('bench.py', '--mode=generate --lengths=a,b', 'lengths must be positive numbers up to 999,999'),
