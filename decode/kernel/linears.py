@@ -301,9 +301,8 @@ class Tile:
         for s, (r, _) in zip(sums, self.cells):
             begins = self.inputs == 4 and ADDED
             builder.store(self.of_row(self.of_groups, group, half, r) if begins else same(0, INTS), s)
-        with cgutils.for_range(builder, I64(vectors)) as loop:
-            i = builder.add(loop.index, I64(half * vectors))
-            self.add_products(sums, builder.add(first, i), (group, GROUP), (i, self.inputs), behind=behind)
+        for v in range(half * vectors, (half + 1) * vectors):
+            self.add_products(sums, builder.add(first, I64(v)), (group, GROUP), self.inputs * v, behind=behind)
 
     def of_row(self, numbers, group, half, r):
         """The number of half a group of row r, in all lanes"""
