@@ -182,8 +182,8 @@ def sample_by_engine(model, tokenizer, prompts, dev, printed):
     if constraint := constraint_of(model, tokenizer):
         how |= dict(constraint=constraint, stop_ids=tokenizer.end_tokens)
     with engine.executor.torch_on_one_thread():
-        if not debug_kv_model.tracing():  # a few steps that are not counted, in which kernels are compiled, or read
-            engine.generate([prompts[0][:1]], min(4, max_new_tokens), n_sequences, **draw_settings())
+        if not debug_kv_model.tracing():  # a step that is not counted, in which kernels are compiled, or read
+            engine.generate([prompts[0][:1]], min(1, max_new_tokens), n_sequences, **draw_settings())
         printed.begin()
         for i, prompt in enumerate(prompts):
             for s in engine.add(prompt, max_new_tokens, num_samples, seed + i * num_samples, **how):

@@ -12,6 +12,7 @@ import torch
 from decode.batch import NotNumbers, Refused, SequenceOutput
 from decode.choice import ThreadChoice
 from decode.kernel import layout
+from decode.kernel.building import compile_beside
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
 from decode.kernel.sampling import DRAW
 from decode.kernel.step import PART_ON, check, step, team_for, workers
@@ -23,6 +24,12 @@ from device import torch_on_one_thread
 BYTES_A_THREAD = 2**22  # of weights, for which the first guess takes one more thread
 CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
 
+BESIDE = '''
+import torch
+from decode.kernel.sampling import DRAW
+from decode.kernel.step import ATTENTION_ON
+DRAW.compiled, ATTENTION_ON[torch.float32].compiled
+'''
 OF_LOGITS = dict(dtype=torch.float32, device='cpu')  # torch's defaults may be others
 choices = {}  # {(shape, weights, most threads, size of the step): ThreadChoice}, for all executors of that shape
 
@@ -59,9 +66,8 @@ class CPUExecutor:
             layout.BARRIER: aligned(LINE, np.int64),
             layout.CLAIMS: aligned((c.n_layer * LINEARS_PER_LAYER + 1, LINE), np.int64)}
         self.layers, self.draws = (), DrawTable(c.vocab_size)
+        compile_beside(DRAW, BESIDE)
         self.pack()
-        team_for(self.weights, torch.float32, self.n_threads)
-        DRAW.compiled  # noqa: B018 (it is compiled here)
 
     def refresh(self):
         """Pack the weights of now."""
@@ -84,6 +90,7 @@ class CPUExecutor:
         """Let the steps read and write these `kvcache.storage.Layer`s. ValueError if they cannot."""
         self.layers, self.kv = layers, KVAddresses(layers)
         team_for(self.weights, self.kv.dtype, self.n_threads)
+        DRAW.compiled  # noqa: B018 (it is compiled here)
 
     def execute_model(self, batch):
         """

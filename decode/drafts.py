@@ -9,6 +9,8 @@ import numpy as np
 
 from decode.batch import Batch
 from decode.cpu import CPUExecutor
+from decode.kernel.building import compile_beside
+from decode.kernel.sampling import VERIFY
 
 LONGEST, SHORTEST = 4, 2  # n-grams that are looked for
 
@@ -53,7 +55,8 @@ class PackedDraft:
 
     def pack(self):
         executor = CPUExecutor(self.target.model, self.weights, self.target.n_threads)
-        executor.hold(self.target.layers)
+        if self.target.layers:
+            executor.hold(self.target.layers)
         self.executor = executor
 
     @property
@@ -63,6 +66,12 @@ class PackedDraft:
     def hold(self, layers):
         if self.executor:
             self.executor.hold(layers)
+        else:
+            compile_beside(VERIFY, f'''
+from decode.kernel.sampling import VERIFY
+from decode.kernel.step import PART_ON
+VERIFY.compiled, PART_ON[{self.weights!r}].compiled
+''')
 
     def refresh(self):
         if self.executor:

@@ -145,6 +145,44 @@ def test_a_process_that_has_waited_too_long_compiles_too(script, monkeypatch):
         assert adders.add_two(1) == 2
 
 
+BESIDE = ADDERS.split('for name in')[0] + '''
+from pathlib import Path
+from decode.kernel.building import CFunction, compile_beside
+
+
+def of_other(a, b, c, d, e):
+    return a + e
+
+
+def own(a, b, c, d, e):
+    return a - e
+
+
+of_other, own = CFunction(of_other), CFunction(own)
+if __name__ == '__main__':
+    here = sys.path[0]
+    compile_beside(of_other, f'sys.path.append({here!r}); from beside import *; of_other.compiled; time.sleep(600)')
+    while not list(Path(here).rglob('*of_other-*')):
+        time.sleep(0.01)
+    print(own.call(5, 0, 0, 0, 1), own.kept.cache_hits, of_other.call(5, 0, 0, 0, 1), of_other.kept.cache_hits)
+    compile_beside(of_other, 'it is on disk')
+'''
+
+
+def test_another_process_compiles_beside_this_one_and_ends_with_it(script):
+    started = '''
+import atexit, runpy, subprocess, sys
+class Process(subprocess.Popen):
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
+        atexit.register(lambda: print('ended', self.wait(60) != 0))
+subprocess.Popen, sys.argv = Process, sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+'''
+    (script.parent / 'beside.py').write_text(BESIDE)
+    assert run_adders(script.parent / 'beside.py', by=started)[:3] == ['4 0 6 1', 'ended True', building.NOTICE]
+
+
 def test_a_change_in_its_own_file_or_in_the_folder_compiles_a_function_anew(script):
     shutil.copytree(Path(ROOT) / 'decode', script.parent / 'decode', ignore=shutil.ignore_patterns('__pycache__'))
     for change in (None, 'adders.py', 'decode/kernel/linears.py'):

@@ -1,7 +1,9 @@
 """The number of threads is chosen by timing, here with a clock of the test; FLOPS of devices."""
+import itertools
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -109,6 +111,24 @@ def test_an_interrupt_while_threads_are_timed_leaves_torch_as_it_was(threads):
     with pytest.raises(KeyboardInterrupt):
         device.fastest_threads(step)
     assert torch.get_num_threads() == 4
+
+
+def test_work_side_by_side(threads):
+    """Results come in order, torch has one thread meanwhile, and no more items are taken than there are threads for."""
+    taken, done = itertools.count(1), []
+
+    def work(i):
+        assert torch.get_num_threads() == 1 and i <= len(done) + 5
+        time.sleep(0.002 * (i % 3))
+        done.append(i)
+        if i == 19:
+            raise ValueError('no 19')
+        return i * i
+    assert device.side_by_side(work, itertools.islice(taken, 12)) == [i * i for i in range(1, 13)]
+    assert sorted(done) == [*range(1, 13)] and torch.get_num_threads() == 4
+    with pytest.raises(ValueError, match='no 19'):
+        device.side_by_side(work, taken)
+    assert next(taken) <= 25 and torch.get_num_threads() == 4
 
 
 def test_flops_of_a_device(threads):

@@ -193,6 +193,29 @@ def test_another_model_proposes_what_it_does_with_texts_read_anew(monkeypatch):
     assert [len(short.propose(batch, k, 1)) for k in (9, 10)] == [9, 0]
 
 
+@pytest.mark.parametrize('ns, is_packed', [(10**15, False), (0, True)])
+def test_fewer_bits_are_packed_once_plain_steps_have_taken_as_long(ns, is_packed):
+    m = model_of('rope')
+    executor = Drafting(CPUExecutor(m, threads=1), 'int8')
+    engine, executor.target.ns_packing = engine_of(m, executor), ns
+    engine.longest_call = 0
+    assert given(engine, REQUESTS[:1]) == given(engine_of(m), REQUESTS[:1])
+    assert bool(executor.draft.executor) == is_packed and executor.draft.cost == (0 if is_packed else 2 * ns)
+    executor.refresh()
+    assert given(engine_of(m, executor), REQUESTS) == given(engine_of(m), REQUESTS)  # over other slots
+
+
+def test_fewer_bits_are_packed_at_once_if_weights_are_read_for_it():
+    """Later the file may be gone."""
+    m = model_of('qwen window')
+    w, m.lm_head.weight = m.lm_head.weight, torch.nn.Parameter(m.lm_head.weight.detach().to('meta'))
+    m.lm_head.weight.read = lambda: w
+    executor = Drafting(CPUExecutor(m, threads=1), 'int8')
+    del m.lm_head.weight.read
+    executor.paces = drafting(model_of('rope'), 'ngram')[0].paces  # which make rounds
+    assert given(engine_of(m, executor), REQUESTS) == given(engine_of(model_of('qwen window')), REQUESTS)
+
+
 def test_a_draft_without_room_proposes_nothing():
     """Too few pages for these texts, and weights that are broken for one of the tokens. It goes on with other texts."""
     m, broken = model_of('rope', block_size=100), model_of('rope', 7, n_layer=1, tied=False)

@@ -14,7 +14,7 @@ from collections import namedtuple
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 
 from decode.kernel import layout
 from decode.kernel.attention_tile import (
@@ -59,6 +59,7 @@ from decode.kernel.vectors import (
     load_first,
     longs_at,
     max_lanes,
+    njit,
     padded,
     pointer_like,
     same,

@@ -2,13 +2,15 @@
 Functions that are compiled once for this machine and kept on disk, for several processes that start at the same time;
 and C functions, which compiled code calls by their addresses and need not be compiled together with it.
 """
+import atexit
 import functools
 import hashlib
 import itertools
 import os
 import secrets
+import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numba
@@ -19,11 +21,13 @@ from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
+from decode.kernel.threads import n_cores
 from decode.kernel.vectors import I64, instruction
 
-NOTICE = "compiling the decode step for this machine, which takes a minute; the next start finds it on disk ..."
+NOTICE = "compiling the decode step for this machine, which takes up to a minute; the next start finds it on disk ..."
 LONGEST_WAIT = 300  # seconds for another process that compiles the same; then this one compiles it too
 N_ARGUMENTS = 5     # of a `CFunction`
+HERE = Path(__file__).parent
 
 said = set()  # what this process has said on stderr
 
@@ -49,7 +53,7 @@ def hash_of(*parts):
 @functools.cache
 def sources():
     """The version of numba and a hash of all files of this folder, in bytes."""
-    files = [path.read_bytes() for path in sorted(Path(__file__).parent.glob('*.py'))]
+    files = [path.read_bytes() for path in sorted(HERE.glob('*.py'))]
     return f'{numba.__version__} {hash_of(*files)}'.encode()
 
 
@@ -70,6 +74,9 @@ class SharedCache(FunctionCache):
     def file_for(self, sig):
         # numba numbers the files from 1 again when the stamp changes, so the stamp is a constant
         return IndexDataCacheFile(self.cache_path, self.name_for(sig), source_stamp=None)
+
+    def is_there(self, sig):
+        return (Path(self.cache_path) / f'{self.name_for(sig)}.nbi').exists()
 
     def load_overload(self, sig, target_context):
         self._cache_file = self.file_for(sig)
@@ -141,10 +148,13 @@ class CFunction:
         self.function = function
 
     @functools.cached_property
+    def kept(self):
+        return keep_on_disk(CFunc(self.function, ((types.int64,) * N_ARGUMENTS, types.int64), locals={}, options={}))
+
+    @functools.cached_property
     def compiled(self):
-        compiled = CFunc(self.function, ((types.int64,) * N_ARGUMENTS, types.int64), locals={}, options={})
-        keep_on_disk(compiled).compile()
-        return compiled
+        self.kept.compile()
+        return self.kept
 
     @property
     def address(self):
@@ -153,6 +163,20 @@ class CFunction:
     @functools.cached_property
     def call(self):
         return self.compiled.ctypes
+
+
+def compile_beside(function, code):
+    """
+    Unless a `CFunction` is on disk, or nothing can be kept there, start a process that runs `code`, which compiles it
+    and others, while this one compiles what it needs before: numba compiles one function of a process at a time. It
+    ends with this one at the latest.
+    """
+    cache = function.kept._cache
+    if n_cores() > 1 and isinstance(cache, SharedCache) and not cache.is_there(function.kept._sig):
+        with suppress(OSError):
+            code = f'import sys; sys.path.insert(0, {str(HERE.parents[1])!r})\n{code}'
+            atexit.register(subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.DEVNULL,
+                                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).kill)
 
 
 @instruction(types.int64)

@@ -29,7 +29,7 @@ from itertools import product
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from decode.kernel.layout import (
@@ -72,6 +72,7 @@ from decode.kernel.vectors import (
     load,
     max_lanes,
     nearest,
+    njit,
     padded,
     same,
     silu,

@@ -3,11 +3,10 @@ import math
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
 
 from decode.kernel import layout
 from decode.kernel.layout import GROUP
-from decode.kernel.vectors import LANES, constant, first, floats_at, fma, load, padded, splat, store, sum_lanes
+from decode.kernel.vectors import LANES, constant, first, floats_at, fma, load, njit, padded, splat, store, sum_lanes
 
 # the weights and biases of all norms of rows, one after the other, each padded with zeros to a multiple of GROUP.
 # rms: are they RMS norms, whose biases are zeros?

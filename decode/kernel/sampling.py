@@ -13,7 +13,7 @@ Rows are pointers here, with their length n beside them: numba compiles these in
 import math
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
 from decode.kernel.building import CFunction
 from decode.kernel.threads import clock, observe
@@ -30,6 +30,7 @@ from decode.kernel.vectors import (
     load_until,
     longs_at,
     max_lanes,
+    njit,
     splat,
     store_between,
     store_until,

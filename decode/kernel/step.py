@@ -20,8 +20,9 @@ token's position alone, and no thread takes part in the sum of another.
 import math
 from collections import namedtuple
 
+import numba
 import numpy as np
-from numba import int64, njit
+from numba import int64
 
 from decode.kernel import layout
 from decode.kernel.attention import ATTENTION_ON, heads_of, load_stored_first
@@ -65,6 +66,7 @@ from decode.kernel.vectors import (
     load,
     load_first,
     longs_at,
+    njit,
     padded,
     pointer_like,
     shorts_at,
@@ -385,7 +387,7 @@ def run_part(memory_at, sizes_at, thread, n_threads):
 
 
 @keep_on_disk
-@njit(nogil=True)
+@numba.njit(nogil=True)
 def step(memory_at, sizes_at, n_threads, post_at):
     """
     One step, or several, see `draw`, on the caller's thread and n_threads - 1 `Workers`. Returns 0, or why the next
@@ -407,7 +409,7 @@ def step(memory_at, sizes_at, n_threads, post_at):
 
 
 @keep_on_disk
-@njit(nogil=True)
+@numba.njit(nogil=True)
 def work(post_at, thread, seen):
     """The loop of a worker, which has seen so many steps; see `threads.Workers`."""
     post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
@@ -424,7 +426,7 @@ def work(post_at, thread, seen):
 
 
 @keep_on_disk
-@njit(nogil=True)
+@numba.njit(nogil=True)
 def check(memory_at, sizes_at):
     """What a step returns, without the step."""
     return check_step(longs_at(memory_at), longs_at(sizes_at))

@@ -17,9 +17,10 @@ import llvmlite.binding as llvm
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba.core.typing.templates import ConcreteTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 # Code for an older processor, for tests and benchmarks: its features are all that is used
 CPUS = {'avx2': ('haswell', {'avx2': True}), 'avxvnni': ('alderlake', {'avx2': True, 'avxvnni': True})}
@@ -38,6 +39,9 @@ LANES = 16 if features.get('avx512f') else 8  # eight floats are one AVX registe
 
 I1, I8, I16, I32, I64, F32, F64 = *map(ir.IntType, (1, 8, 16, 32, 64)), ir.FloatType(), ir.DoubleType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+# for functions that compiled code alone calls. What Python would need to call one takes a seventh of the compiling
+njit = functools.partial(numba.njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 class Floats(types.Type):
@@ -242,12 +246,8 @@ def splat(builder, x):
 
 
 def operate(python, emit_value):
-    apply = instruction(floats)(emit_value)
-
-    @overload(python)
-    def of_vectors(a, b):
-        if isinstance(a, Floats) and isinstance(b, Floats):
-            return lambda a, b: apply(a, b)
+    infer_global(python)(type('OfVectors', (ConcreteTemplate,), dict(cases=[floats(floats, floats)])))
+    lower_builtin(python, floats, floats)(lambda context, builder, sig, args: emit_value(builder, *args))
 
 
 operate(operator.add, lambda builder, a, b: builder.fadd(a, b))
