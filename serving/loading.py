@@ -13,6 +13,7 @@ import model as plain_model
 from chat.template import ChatTemplate
 from device import pick_device
 from engine import Engine, default_pool
+from formats.gguf_files import is_gguf
 from formats.pretrained import generation_defaults
 from kvcache import bytes_of_slots, make_layers
 from serving.engine_thread import EngineThread
@@ -54,7 +55,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         if not hasattr(tokenizer, 'conversation'):
             raise ValueError(f"chat_template={chat_template} needs a model with a tokenizer.json: leave it out")
         tokenizer.chat_template = ChatTemplate(read_text(chat_template), tokenizer.special_tokens)
-    if dev == 'cpu' and init_from != 'resume':
+    if dev == 'cpu' and init_from != 'resume' and not is_gguf(init_from):
         copy_weights(model)
     decode.converted(model, decoder, dtype)
     proposer = draft and copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer))

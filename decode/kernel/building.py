@@ -20,6 +20,7 @@ from numba import types
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
+from numba.core.runtime import rtsys
 
 from decode.kernel.threads import n_cores
 from decode.kernel.vectors import I64, instruction
@@ -80,7 +81,9 @@ class SharedCache(FunctionCache):
 
     def load_overload(self, sig, target_context):
         self._cache_file = self.file_for(sig)
-        loaded = super().load_overload(sig, target_context)
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():  # numba's own method first loads all that compiling needs: 0.2 s
+            loaded = self._load_overload(sig, target_context)
         if loaded is None:
             say(NOTICE)
         return loaded
