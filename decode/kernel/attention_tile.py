@@ -7,7 +7,7 @@ lanes. Yet each sum has the order in which attention.py adds up that of a single
 chains over every LANES-th channel, folded in halves; for values eight chains over every eighth key, added as a tree.
 """
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from decode.kernel.vectors import (
@@ -21,6 +21,7 @@ from decode.kernel.vectors import (
     emit_load,
     instruction,
     load,
+    njit,
     same,
 )
 
