@@ -175,7 +175,7 @@ def share_cores(seconds=0.5):
         openmp = ctypes.CDLL('libgomp.so.1', mode=os.RTLD_NOLOAD)  # that of torch, if it has this one
         cores = os.sched_getaffinity(0)
         used_by_others(cores)
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):
         return
 
     def hold(released):

@@ -79,7 +79,7 @@ class Conversation:
 
 def edits_lines():
     """Let `input` edit lines, and take a paste as one. Returns what sets the terminal back, None if there is none."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty() and find_spec('readline')):
+    if not (sys.stdin.isatty() and sys.stdout.isatty() and find_spec('readline') and find_spec('termios')):
         return None
     import readline
     import termios

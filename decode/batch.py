@@ -142,7 +142,7 @@ class SequenceOutput:
 
 def now():
     """Nanoseconds since some moment, as `clock` of decode/kernel/threads.py counts them."""
-    return time.clock_gettime_ns(time.CLOCK_MONOTONIC) if hasattr(time, 'CLOCK_MONOTONIC') else time.monotonic_ns()
+    return time.perf_counter_ns()
 
 
 def step_slots(config, batch):

@@ -2,8 +2,11 @@
 Threads that share one decode step: atomic counters, waiting, and the worker threads, in a process that may fork.
 
 The threads of a step wait for each other several times a layer, for a few microseconds each time. A waiting thread
-first spins, which is fastest when every thread has a core of its own. After SPIN nanoseconds it sleeps (a futex on
-Linux), so that on a busy machine the thread that it waits for can have the core.
+first spins, which is fastest when every thread has a core of its own. After SPIN nanoseconds it sleeps until the
+counter changes, so that on a busy machine the thread that it waits for can have the core.
+
+How a thread sleeps, by system: Linux has futexes; macOS __ulock_wait, on which its own C++ library waits; Windows
+WaitOnAddress. On others it looks again every NAP microseconds. `clock` is the clock of time.perf_counter_ns.
 """
 import atexit
 import ctypes
@@ -28,10 +31,15 @@ LINE = 8  # int64 in a cache line of 64 bytes
 SPIN = 50_000  # nanoseconds that a thread spins at a barrier before it sleeps
 SPIN_IDLE = 1_000_000  # the same between two steps, where Python and sampling take 30 to 500 microseconds
 LONGEST_SLEEP = 10_000_000  # nanoseconds after which a sleeping thread looks at the counter again
+NAP = 200
 
-CLOCK_MONOTONIC = {'linux': 1, 'darwin': 6}.get(sys.platform)  # without one a step has one thread: see n_cores
-FUTEX = {'x86_64': 202, 'aarch64': 98}.get(platform.machine()) if sys.platform == 'linux' else None
+LINUX, MACOS, WINDOWS = (sys.platform == name for name in ('linux', 'darwin', 'win32'))
+FUTEX = {'x86_64': 202, 'aarch64': 98}.get(platform.machine()) if LINUX else None
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # on memory that no other process has
+ULOCK_WAIT, ULOCK_WAKE = 1, 0x101  # on such memory; wake all
+CLOCK = 8 if MACOS else None if WINDOWS else time.CLOCK_MONOTONIC  # CLOCK_UPTIME_RAW on macOS
+if WINDOWS:
+    llvm.load_library_permanently('kernelbase.dll')  # which has the functions that are called by their names below
 
 # a counter is one cache line of int64: at index 0 its value, at SLEEPERS how many threads sleep until it changes
 SLEEPERS = 1
@@ -66,27 +74,36 @@ def spin_hint(builder):
 
 @instruction(types.int64)
 def clock(builder):
-    """Nanoseconds since some moment; always 0 on a system without clock_gettime"""
-    if CLOCK_MONOTONIC is None:
-        return I64(0)
-    timespec = cgutils.alloca_once(builder, I64, 2)
-    call(builder, 'clock_gettime', I32, I32(CLOCK_MONOTONIC), timespec)
-    seconds, nanoseconds = (builder.load(builder.gep(timespec, [I64(i)])) for i in (0, 1))
+    """Nanoseconds since some moment"""
+    pair = cgutils.alloca_once(builder, I64, 2)
+    second = builder.gep(pair, [I64(1)])
+    if WINDOWS:
+        call(builder, 'QueryPerformanceCounter', I32, pair)
+        call(builder, 'QueryPerformanceFrequency', I32, second)
+        ticks, rate = builder.load(pair), builder.load(second)
+        seconds, rest = builder.udiv(ticks, rate), builder.mul(builder.urem(ticks, rate), I64(10 ** 9))
+        return builder.add(builder.mul(seconds, I64(10 ** 9)), builder.udiv(rest, rate))
+    call(builder, 'clock_gettime', I32, I32(CLOCK), pair)
+    seconds, nanoseconds = builder.load(pair), builder.load(second)
     return builder.add(builder.mul(seconds, I64(10 ** 9)), nanoseconds)
 
 
 @instruction(types.void)
-def sleep(builder, counter, value, microseconds):
-    """Sleep while counter[0] is `value`, LONGEST_SLEEP at most; without futexes, for so many microseconds"""
+def sleep(builder, counter, value):
+    """Sleep while counter[0] is `value`, LONGEST_SLEEP at most. Futexes are 32 bits: the lower half of the counter."""
+    pair, lower = cgutils.alloca_once(builder, I64, 2), builder.and_(value, I64(2 ** 32 - 1))
     if FUTEX:
-        timespec = cgutils.alloca_once(builder, I64, 2)
-        builder.store(I64(0), builder.gep(timespec, [I64(0)]))
-        builder.store(I64(LONGEST_SLEEP), builder.gep(timespec, [I64(1)]))
-        value = builder.and_(value, I64(2 ** 32 - 1))  # a futex is 32 bits: the lower half of the counter
-        call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(counter, I64), I64(FUTEX_WAIT), value,
-             builder.ptrtoint(timespec, I64), I64(0), I64(0))
-    elif os.name == 'posix':
-        call(builder, 'usleep', I32, builder.trunc(microseconds, I32))
+        builder.store(I64(0), pair)
+        builder.store(I64(LONGEST_SLEEP), builder.gep(pair, [I64(1)]))
+        call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(counter, I64), I64(FUTEX_WAIT), lower,
+             builder.ptrtoint(pair, I64), I64(0), I64(0))
+    elif MACOS:
+        call(builder, '__ulock_wait', I32, I32(ULOCK_WAIT), counter, lower, I32(LONGEST_SLEEP // 10 ** 3))
+    elif WINDOWS:
+        builder.store(value, pair)
+        call(builder, 'WaitOnAddress', I32, counter, pair, I64(8), I32(LONGEST_SLEEP // 10 ** 6))
+    else:
+        call(builder, 'usleep', I32, I32(NAP))
 
 
 @instruction(types.void)
@@ -94,6 +111,10 @@ def wake_sleepers(builder, counter):
     if FUTEX:
         call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(counter, I64), I64(FUTEX_WAKE), I64(2 ** 31 - 1),
              I64(0), I64(0), I64(0))
+    elif MACOS:
+        call(builder, '__ulock_wake', I32, I32(ULOCK_WAKE), counter, I64(0))
+    elif WINDOWS:
+        call(builder, 'WakeByAddressAll', ir.VoidType(), counter)
 
 
 @instruction(types.void)
@@ -104,7 +125,7 @@ def add_sleepers(builder, counter, n):
 @njit
 def wait_until(counter, target, spin):
     """Return when counter[0] is at least `target`: spin for so many nanoseconds, then sleep."""
-    looks, end_of_spin, nap = 0, 0, 50
+    looks, end_of_spin = 0, 0
     while True:
         value = observe(counter, 0)
         if value >= target:
@@ -116,8 +137,7 @@ def wait_until(counter, target, spin):
             end_of_spin = clock() + spin
         elif clock() > end_of_spin:
             add_sleepers(counter, 1)
-            sleep(counter, value, nap)
-            nap = min(2 * nap, 5000)
+            sleep(counter, value)
             add_sleepers(counter, -1)
 
 
@@ -147,9 +167,7 @@ def share(n, part, n_parts):
 
 
 def n_cores():
-    """How many cores this process may run on; 1 where waiting threads cannot sleep (Windows)."""
-    if CLOCK_MONOTONIC is None:
-        return 1
+    """How many cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
