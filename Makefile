@@ -67,11 +67,12 @@ ON_ARM := $(ARM)=neoverse-n1 .arm/bin/python
 	touch $@
 
 arm: .arm/stamp
-	$(ARM)=cortex-a72 .arm/bin/python -m pytest tests/test_linears.py
+	$(ARM)=a64fx .arm/bin/python -m pytest tests/test_linears.py
 	$(ON_ARM) -m pytest --durations=10 $(addprefix tests/test_,linears.py building.py threads.py golden.py engine.py \
 	    draw.py storage.py executors.py train.py)
 	test -f data/shakespeare_char/train.bin || $(ON_ARM) data/shakespeare_char/prepare.py
-	$(ON_ARM) train.py config/train_shakespeare_char.py --out_dir=out-arm --max_iters=20 --eval_interval=20 --eval_iters=2
+	$(ON_ARM) train.py config/train_shakespeare_char.py --out_dir=out-arm \
+	    --batch_size=2 --block_size=64 --max_iters=20 --eval_interval=20 --eval_iters=1
 	$(ON_ARM) sample.py --out_dir=out-arm --num_samples=2 --max_new_tokens=150
 	$(ON_ARM) test_kv_cache.py --repeats=1
 
