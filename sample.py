@@ -62,7 +62,7 @@ decoder = 'auto'      # what computes a cached step: eager, cpu, gpu; auto is th
 weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8, int4, which is faster on a CPU
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 speculate = 'auto'    # the same tokens, sooner: off; int4, int8 (fewer bits) or ngram (the text) propose tokens, which
-                      # the model computes together; auto is int4 or off, whichever is faster
+                      # the model computes together; auto is int8, int4 or off, whichever is faster
 draft = ''            # or another model proposes them: a folder with ckpt.pt, or what init_from takes
 seed = 1337           # of the first sample, the next has the next; the same seed gives the same sample
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is

@@ -45,7 +45,7 @@ weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8 o
                       # leaves them as they are in the file
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 speculate = 'auto'    # the same tokens, sooner: off; int4, int8 (fewer bits) or ngram (the text) propose tokens, which
-                      # the model computes together; auto is int4 or off, whichever is faster
+                      # the model computes together; auto is int8, int4 or off, whichever is faster
 draft = ''            # or another model proposes them: a folder with ckpt.pt, or what init_from takes
 generation_config = ''  # none: requests begin with the API's defaults, not with those of generation_config.json
 chat_template = ''    # a file (Jinja) instead of the model's own chat template, one with tools for example

@@ -38,8 +38,8 @@ class CPUExecutor:
     """
     A model's steps on the CPU.
 
-    weights: 'float32', 'bfloat16', 'int8' or 'int4', the type in which they are read. They are packed into a copy of 4,
-        2, 1 or 0.5625 bytes a weight (1 in lm_head); the model and its checkpoint stay as they are.
+    weights: 'float32', 'bfloat16', 'int8' or 'int4', the type in which they are read. They are packed into a copy of
+        32, 16, 8.25 or 5 bits a weight; the model and its checkpoint stay as they are.
     threads: how many; by default up to torch's number, as many as a few timed steps show to be fastest, see `choice`.
     layers: the `kvcache.storage.Layer`s of the slots, which `hold` gives it. type_kv: of the keys and values that it
         computes.

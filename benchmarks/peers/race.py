@@ -25,7 +25,7 @@ from benchmarks.shapes import PROMPT, SHAPES, WITHIN_WINDOW, label, model_of, ra
 CPU_ONLY = "the peers are compared, beginning with float32 weights,"
 PEERS = HuggingFace, CTranslate2, LlamaCpp, OnnxRuntime
 ENGINES = NoCache, Cache, Ours, *PEERS
-BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5625}
+BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5625}  # of a weight, about: engines differ in their scales
 BATCHES = {'S': (1, 10, 32), 'M': (1, 10, 32)}                # and (1, 8) of larger ones
 PREFILLS = {'S': (64,), 'M': (256,), 'L': (512, 1000)}        # and 512 of llamas
 WARM_UP = 32       # tokens of a prompt that are fed before a timed run
