@@ -13,7 +13,11 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch.overrides import TorchFunctionMode
 
+import positions
+
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+DOUBTED = 'mps'  # there PyTorch's attention has had faults that no error showed
+MOST_OFF = {'float32': 1e-3, 'float16': 0.02, 'bfloat16': 0.1}  # of logits, in their standard deviations
 
 
 def pick_device(name='auto'):
@@ -44,6 +48,49 @@ def pick_dtype(name, device):
 def autocast(device, dtype):
     """The context to run a model in: mixed precision in dtype, or nothing for float32."""
     return nullcontext() if dtype == 'float32' else torch.autocast(device.split(':')[0], DTYPES[dtype])
+
+
+def trusted_dtype(GPT, GPTConfig, device, dtype):
+    """
+    The dtype in which logits on a device are those of the CPU: dtype, or float32 with `positions.MASKED`, and a line on
+    stderr. Only devices of DOUBTED are tried. GPT, GPTConfig: of model.py. ValueError if all logits are wrong.
+    """
+    if not device.startswith(DOUBTED):
+        return dtype
+    expected = logits_of_chunks(GPT, GPTConfig, 'cpu', 'float32')
+
+    def is_right(dtype):
+        found = logits_of_chunks(GPT, GPTConfig, device, dtype)
+        return bool((found - expected).abs().max() < MOST_OFF[dtype] * expected.std())
+    if is_right(dtype):
+        return dtype
+    positions.MASKED.add(device.split(':')[0])
+    print(f"{device} computes other logits in {dtype} than the CPU: attention gets a mask in any case, and float32",
+          file=sys.stderr)
+    if not is_right('float32'):
+        raise ValueError(f"{device} computes other logits than the CPU: use device=cpu, or another version of torch")
+    return 'float32'
+
+
+def logits_of_chunks(GPT, GPTConfig, device, dtype):
+    """
+    Logits of two small models, with grouped heads and without, float32 (tokens, 64) on the CPU: of a text as a whole,
+    without a cache; in chunks on a warm cache; and token by token. Beyond 1,024 keys devices have other functions.
+    """
+    found = []
+    for n_kv_head in (4, 2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = GPT(GPTConfig(n_layer=1, n_head=4, n_kv_head=n_kv_head, n_embd=256, vocab_size=64, position='rope',
+                                  block_size=1100)).eval().to(device)
+            idx = torch.randint(64, (1, 1090)).to(device)
+        with torch.inference_mode(), autocast(device, dtype):
+            for counts in ([1090], [1050, 37, 1, 1, 1], [7, 5, 1]):
+                cache = None
+                for part in idx[:, :sum(counts)].split(counts, dim=1):
+                    logits, _, cache = model(part, part, cache, len(counts) > 1)
+                    found.append(logits[0].float().cpu())
+    return torch.cat(found)
 
 
 def default_peak_flops(device):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 LONG_MASK = 2**26  # bytes: a mask of 2,048 tokens over 30,000 keys would be 246 MB in float32
+MASKED = set()  # kinds of devices on which attention needs a mask for the causal rule too, see `device.trusted_dtype`
 
 
 def visible(q_pos, k_pos, window=0, n_sink=0):
@@ -157,7 +158,8 @@ class Positions:
         keys: the `Keys` of a cache, or None for the n_keys consecutive positions that end with the last query's.
         """
         c = self.config
-        if keys is None and c.position != 'alibi' and not 0 < c.window < n_keys - c.n_sink:
+        is_causal = keys is None and c.position != 'alibi' and not 0 < c.window < n_keys - c.n_sink
+        if is_causal and self.q_pos.device.type not in MASKED:
             return None
         if (id(keys), n_keys) not in self.masks:
             self.masks[id(keys), n_keys] = keys, self.make_mask(keys, n_keys)

@@ -31,7 +31,7 @@ import model as plain_model
 from chat.conversation import Conversation, talk
 from decode.draw import DrawSettings, draw
 from decode.eager import UncachedExecutor
-from device import DTYPES, autocast, pick_device, pick_dtype, share_cores, synchronize
+from device import DTYPES, autocast, pick_device, pick_dtype, share_cores, synchronize, trusted_dtype
 from engine.engine import PAGE_SIZE, Engine, pool_for
 from formats.pretrained import generation_defaults
 from kvcache import NoPool, PagePool, bytes_of_slots, make_layers, pages_for
@@ -90,8 +90,9 @@ def main(config):
     of_weights = torch.float32 if dtype == 'float32' else None
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights, weights)
     debug_kv_model.check_layer(model.config.n_layer)
-    decode.converted(model, decoder, None if decoder == 'eager' else DTYPES[pick_dtype(dtype, dev)])
-    with autocast(dev, pick_dtype(dtype, dev)):
+    dt = trusted_dtype(plain_model.GPT, plain_model.GPTConfig, dev, pick_dtype(dtype, dev))
+    decode.converted(model, decoder, None if decoder == 'eager' else DTYPES[dt])
+    with autocast(dev, dt):
         if chat:
             return chat_with(model, tokenizer, dev, texts if 'start' in config.given else (), config.given)
         print_samples(model, tokenizer, texts, dev)

@@ -23,7 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint as checkpoints
 import formats
 import tokenizer as tokenizers
-from device import autocast, choose_threads, default_peak_flops, pick_device, pick_dtype, share_cores, synchronize
+from device import (
+    autocast,
+    choose_threads,
+    default_peak_flops,
+    pick_device,
+    pick_dtype,
+    share_cores,
+    synchronize,
+    trusted_dtype,
+)
 from model import GPT, GPTConfig
 from training.batches import Batches, check_tokenizer, open_tokens, prepare, vocab_size_of
 from training.checkpointer import Checkpointer
@@ -120,7 +129,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
     global max_iters
     master, max_iters = rank == 0, math.inf if max_minutes else max_iters
     dev = join_processes(device, backend, parallel, world_size)
-    dt = pick_dtype(dtype, dev)
+    dt = trusted_dtype(GPT, GPTConfig, dev, pick_dtype(dtype, dev))
     torch.manual_seed(seed if parallel == 'fsdp' else seed + rank)
     torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
 

@@ -11,7 +11,7 @@ import checkpoint
 import decode
 import model as plain_model
 from chat.template import ChatTemplate
-from device import pick_device
+from device import pick_device, trusted_dtype
 from engine import Engine, default_pool
 from formats.gguf_files import is_gguf
 from formats.pretrained import generation_defaults
@@ -51,6 +51,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     decode.check_choice(decoder, weights, threads, dev, speculate=speculate, draft=draft)
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, weights=weights)
     model.eval()
+    trusted_dtype(plain_model.GPT, plain_model.GPTConfig, dev, 'float32')
     if chat_template:
         if not hasattr(tokenizer, 'conversation'):
             raise ValueError(f"chat_template={chat_template} needs a model with a tokenizer.json: leave it out")

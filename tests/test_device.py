@@ -7,11 +7,14 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
 import device
+import positions
+from model import GPT, GPTConfig
 
 
 class Clock:
@@ -129,6 +132,51 @@ def test_work_side_by_side(threads):
     with pytest.raises(ValueError, match='no 19'):
         device.side_by_side(work, taken)
     assert next(taken) <= 25 and torch.get_num_threads() == 4
+
+
+ATTENTION = F.scaled_dot_product_attention
+
+
+def one_key_less(q, k, v, mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False):
+    """With is_causal; all but the first query do not see their own key."""
+    if is_causal:
+        mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril(-1)
+        mask[0, 0] = True
+    return ATTENTION(q, k, v, mask, enable_gqa=enable_gqa)
+
+
+def no_masks(q, k, v, mask=None, *args, **kwargs):
+    return ATTENTION(q, k, v, None if mask is not None else mask, *args, **kwargs)
+
+
+def wrong_in_halves(q, k, v, mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False):
+    return ATTENTION(q, k, v, mask, dropout_p, is_causal, enable_gqa=enable_gqa) * (1 + .2 * (q.dtype != torch.float32))
+
+
+@pytest.mark.parametrize('attention, asked, found', [
+    (ATTENTION, 'float32', 'float32'), (ATTENTION, 'bfloat16', 'bfloat16'), (ATTENTION, 'float16', 'float16'),
+    (one_key_less, 'float32', 'float32 with masks'), (wrong_in_halves, 'float16', 'float32 with masks'),
+    (wrong_in_halves, 'bfloat16', 'float32 with masks'), (no_masks, 'float32', None),
+    (lambda *args, **kwargs: ATTENTION(*args, **kwargs) * torch.nan, 'float32', None)])
+def test_a_device_whose_attention_is_wrong(monkeypatch, capsys, attention, asked, found):
+    """cpu:0 is a device whose attention is this one; that of cpu is right."""
+    logits_of_chunks = device.logits_of_chunks
+
+    def logits(GPT, GPTConfig, where, dtype):
+        with monkeypatch.context() as patched:
+            patched.setattr(F, 'scaled_dot_product_attention', attention if where == 'cpu:0' else ATTENTION)
+            return logits_of_chunks(GPT, GPTConfig, where, dtype)
+    monkeypatch.setattr(device, 'DOUBTED', 'cpu:0')
+    monkeypatch.setattr(device, 'logits_of_chunks', logits)
+    monkeypatch.setattr('positions.MASKED', set())
+    if found:
+        dtype = device.trusted_dtype(GPT, GPTConfig, 'cpu:0', asked)
+        assert dtype + ' with masks' * ('cpu' in positions.MASKED) == found
+        assert ('computes other logits in ' + asked in capsys.readouterr().err) == ('masks' in found)
+    else:
+        with pytest.raises(ValueError, match='use device=cpu'):
+            device.trusted_dtype(GPT, GPTConfig, 'cpu:0', asked)
+    assert device.trusted_dtype(None, None, 'cpu', asked) == asked  # of others nothing is tried
 
 
 def test_flops_of_a_device(threads):
