@@ -74,7 +74,7 @@ arm: .arm/stamp
 	$(ON_ARM) train.py config/train_shakespeare_char.py --out_dir=out-arm \
 	    --batch_size=2 --block_size=64 --max_iters=20 --eval_interval=20 --eval_iters=1
 	$(ON_ARM) sample.py --out_dir=out-arm --num_samples=2 --max_new_tokens=150
-	$(ON_ARM) test_kv_cache.py --repeats=1
+	$(ON_ARM) test_kv_cache.py --repeats=1 --new_tokens=80
 
 lint: .venv/dev.stamp
 	.venv/bin/ruff check .
