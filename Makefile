@@ -5,7 +5,7 @@
 # make test-all: the same at full size: 30 to 45 minutes on 2 cores; with a real model where it can be downloaded
 # make real: that model, SmolLM2-135M-Instruct (93 MB, Apache-2.0), as a GGUF file in data/real/
 # make gpu: the tests and figures that need a GPU
-# make arm: on Debian, whether all of this holds on ARM processors, with sdot and without, by emulation: an hour or two
+# make arm: on Debian, whether all of this holds on ARM processors, with sdot and without, by emulation: an hour
 PYTHON ?= python3
 REAL := data/real/SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -68,8 +68,8 @@ ON_ARM := $(ARM)=neoverse-n1 .arm/bin/python
 
 arm: .arm/stamp
 	$(ARM)=a64fx .arm/bin/python -m pytest tests/test_linears.py
-	$(ON_ARM) -m pytest --durations=10 $(addprefix tests/test_,linears.py building.py threads.py golden.py engine.py \
-	    draw.py storage.py executors.py train.py)
+	$(ON_ARM) -m pytest --durations=10 $(addprefix tests/test_,linears.py threads.py golden.py engine.py executors.py \
+	    draw.py storage.py)
 	test -f data/shakespeare_char/train.bin || $(ON_ARM) data/shakespeare_char/prepare.py
 	$(ON_ARM) train.py config/train_shakespeare_char.py --out_dir=out-arm \
 	    --batch_size=2 --block_size=64 --max_iters=20 --eval_interval=20 --eval_iters=1
