@@ -68,7 +68,8 @@ def trusted_dtype(GPT, GPTConfig, device, dtype):
     print(f"{device} computes other logits in {dtype} than the CPU: attention gets a mask in any case, and float32",
           file=sys.stderr)
     if not is_right('float32'):
-        raise ValueError(f"{device} computes other logits than the CPU: use device=cpu, or another version of torch")
+        raise ValueError(f"the logits of {device} must be those of the CPU, and differ from them in float32 too: use "
+                         "device=cpu, or another version of torch")
     return 'float32'
 
 

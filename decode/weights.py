@@ -164,10 +164,9 @@ def quantise_int4(w, squares=None):
     return whole.flatten(1), scale, low
 
 
-def pack(out, w, n):
-    """out = w (rows, K) in sheets of SHEET panels (see linears.py) with vectors of n inputs."""
-    packed = w.view(-1, SHEET, LANES, w.size(1) // n, n).permute(0, 3, 1, 2, 4)
-    out.view(-1, *packed.shape[1:]).copy_(packed) if out.dim() == 1 else out.copy_(packed.view(out.shape))
+def in_sheets(w, n):
+    """w (rows, K) in sheets with vectors of n inputs, see linears.py: (sheets, K / n, SHEET, LANES, n)."""
+    return w.view(-1, SHEET, LANES, w.size(1) // n, n).permute(0, 3, 1, 2, 4)
 
 
 def pack_int8(out, w):
@@ -178,7 +177,7 @@ def pack_int8(out, w):
     scales = scale.bfloat16().view(-1, n, w.size(1) // GROUP, 1).transpose(1, 2)
     groups[..., :2 * n] = scales.contiguous().view(torch.uint8).flatten(2)
     whole = whole.add_(ADDED).to(torch.int16).to(torch.uint8)
-    pack(groups[..., 2 * n:].unflatten(2, (GROUP // 4, SHEET, LANES, 4)), whole, 4)
+    groups[..., 2 * n:] = in_sheets(whole, 4).unflatten(1, (-1, GROUP // 4)).flatten(2)
 
 
 def pack_int4(out, w, squares):
@@ -186,8 +185,7 @@ def pack_int4(out, w, squares):
     whole, *of_groups = quantise_int4(w, squares)
     groups = out.view(-1, w.size(1) // GROUP, 2 + GROUP // 8, SHEET, LANES, 4)
     for i, numbers in enumerate(of_groups):
-        pairs = numbers.bfloat16().view(-1, SHEET, LANES, w.size(1) // GROUP, 2).permute(0, 3, 1, 2, 4)
-        groups[:, :, i] = pairs.contiguous().view(torch.uint8)
+        groups[:, :, i] = in_sheets(numbers.bfloat16(), 2).contiguous().view(torch.uint8)
     lower, upper = whole.byte().view(-1, SHEET, LANES, w.size(1) // GROUP, GROUP // 8, 2, 4).unbind(5)
     groups[:, :, 2:] = (lower | upper << 4).permute(0, 3, 4, 1, 2, 5)
 
@@ -259,10 +257,9 @@ class PackedWeights:
                 part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
             start, end = (at + r * K // GROUP * ELEMENTS[KINDS[self.weights]] for r in (first, first + n_rows))
             out = torch.from_numpy(self.panels[start:end].view(np.uint8))
-            if self.weights == 'float32':
-                pack(out.view(torch.float32), part, 1)
-            elif self.weights == 'bfloat16':
-                pack(out.view(torch.bfloat16), part.bfloat16(), 2)
+            if self.weights in ('float32', 'bfloat16'):
+                sheets = in_sheets(part, 1) if self.weights == 'float32' else in_sheets(part.bfloat16(), 2)
+                out.view(sheets.dtype).view(sheets.shape).copy_(sheets)
             elif self.weights == 'int8':
                 pack_int8(out, part)
             else:

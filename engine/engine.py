@@ -243,8 +243,8 @@ class Engine:
         if self.pid != os.getpid():
             raise ValueError("this engine was made before a fork, in another process: make an engine in this process")
         if self.is_running:
-            raise ValueError("a call of this engine runs, and one thread at a time may call it: wait until it returns, "
-                             "or make another engine")
+            raise ValueError("this engine is in a call, and one thread at a time may call it: wait until that call "
+                             "returns, or make another engine")
 
     def stream(self, prompts, max_new_tokens, n=1, seed=0, **settings):
         """

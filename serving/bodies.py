@@ -88,8 +88,8 @@ def text_of_schema(schema):
     except orjson.JSONDecodeError as e:
         raise ValueError(f"the schema cannot be read, it must be JSON: {e}") from None
     except TypeError:
-        raise ValueError("the schema is nested too deeply") from None
-    raise ValueError(f"the schema must be a JSON object, not {schema!r:.40}")
+        raise ValueError("the schema is nested too deeply to be written: send one with fewer levels") from None
+    raise ValueError(f"the schema must be a JSON object, as {{'type': 'object'}}, not {schema!r:.40}")
 
 
 Whole = Annotated[int, BeforeValidator(whole)]

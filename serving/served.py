@@ -101,7 +101,8 @@ class Served:
         try:
             return self.tokenizer.conversation(messages, **variables)
         except RecursionError:
-            raise invalid('chat_template_kwargs', "tools or chat_template_kwargs are nested too deeply") from None
+            raise invalid('chat_template_kwargs', "tools or chat_template_kwargs are nested too deeply for the "
+                          "chat template: send them with fewer levels") from None
         except ValueError as e:
             raise invalid('messages', str(e)) from None
 

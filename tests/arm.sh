@@ -3,6 +3,7 @@
 # QEMU. It needs apt-get of Debian, which downloads, but not root: nothing is installed outside of the folder.
 set -e
 arm=$PWD/.arm here=$(dpkg --print-architecture)
+programs=$arm/debian/usr/bin
 mkdir -p "$arm/bin" "$arm/apt/lists/partial" "$arm/apt/archives/partial"
 : >"$arm/apt/status"  # what apt takes for installed: nothing
 cat >"$arm/apt/conf" <<END
@@ -13,13 +14,13 @@ export APT_CONFIG="$arm/apt/conf"
 apt-get -q update
 apt-get -q -y --download-only install "qemu-user-static:$here" python3-venv libgomp1 libstdc++6
 for package in "$arm"/apt/archives/*.deb; do
-    dpkg-deb -x "$package" "$arm/root"
+    dpkg-deb -x "$package" "$arm/debian"
 done
-echo "home = $arm/root/usr/bin" >"$arm/pyvenv.cfg"
+echo "home = $programs" >"$arm/pyvenv.cfg"
 # named as this script, Python takes it for itself: sys.executable starts the emulation anew
 cat >"$arm/bin/python" <<END
 #!/bin/sh
-exec "$arm/root/usr/bin/qemu-aarch64-static" -L "$arm/root" -0 "\$0" "$arm/root/usr/bin/python3" "\$@"
+exec "$programs/qemu-aarch64-static" -L "$arm/debian" -0 "\$0" "$programs/python3" "\$@"
 END
 chmod +x "$arm/bin/python"
 # the newest wheel of torch for ARM on PyPI that is for CPUs

@@ -15,7 +15,7 @@ FUTEXES = {'x86_64': 202, 'aarch64': 98}
 needs_futexes = pytest.mark.skipif(sys.platform != 'linux' or platform.machine() not in FUTEXES,
                                    reason="the calls of other systems are made of Linux's futexes")
 
-# a program that gives compiled code the calls of another system, and then runs `work`
+# This program hands the calls of another system to compiled code. Then it runs `work`.
 CALLS = f'''
 import ctypes, sys, threading, time
 from collections import Counter

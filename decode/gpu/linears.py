@@ -1,5 +1,6 @@
 """
-Kernels of a GPU step: embeddings, norms, and linears. A linear also computes its activation, gate or residual sum.
+Triton kernels for the embeddings, norms and linears of a step. A linear also computes its activation, gate or
+residual sum.
 
 A linear's tile is a matrix of weights times some rows of x. Its sums run over the columns of x, or over a part of them
 each, in ascending order, 16 at a time in one instruction, and sums of parts are added in ascending order, whatever the

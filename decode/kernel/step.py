@@ -236,6 +236,14 @@ def rows_of(team, n_rows, shared):
     return share(n_rows, team.thread, team.n_threads) if shared else (np.int64(0), n_rows)
 
 
+@njit
+def prepare(linears, x, rows, K, scratch, counter, team, shared):
+    """Prepare rows (from, to) of x for the next linear; where the threads share the rows, wait for those of others."""
+    prepare_rows(linears.panels, x, rows, K, scratch)
+    if shared:
+        barrier(counter, team.n_threads)
+
+
 @njit(inline='always')  # into `part_on`, its only caller: compiled by itself it would be optimised twice
 def gpt_step(thread, n_threads, like, memory_at, sizes_at):
     """The part of a step that thread number `thread` of n_threads computes; see the top of this file."""
@@ -266,9 +274,7 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
         rows = rows_of(team, n_rows, shared)
         for r in range(rows[0], rows[1]):
             row_norm(x, r * C_p, norms, 2 * layer, C, normed, r * C_p)
-        prepare_rows(linears.panels, normed, rows, C_p, scratch)
-        if shared:
-            barrier(counter, n_threads)
+        prepare(linears, normed, rows, C_p, scratch, counter, team, shared)
         linear(linears, first + layout.QUERIES, q_panels, normed, n_rows, STORE, q, n_head * head_p, scratch)
         linear(linears, first + layout.KEYS_VALUES, kv_panels, normed, n_rows, STORE, kv, 2 * n_kv_head * head_p,
                scratch)
@@ -285,31 +291,23 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
             barrier(counter, n_threads)
 
         rows = rows_of(team, n_rows, shared)
-        prepare_rows(linears.panels, y, rows, y_p, scratch)
-        if shared:
-            barrier(counter, n_threads)
+        prepare(linears, y, rows, y_p, scratch, counter, team, shared)
         shared_linear(team, linears, first + layout.ATTENTION_PROJECTION, y, n_rows, ADD, x, C_p, scratch)
         barrier(counter, n_threads)
 
         for r in range(rows[0], rows[1]):
             row_norm(x, r * C_p, norms, 2 * layer + 1, C, normed, r * C_p)
-        prepare_rows(linears.panels, normed, rows, C_p, scratch)
-        if shared:
-            barrier(counter, n_threads)
+        prepare(linears, normed, rows, C_p, scratch, counter, team, shared)
         shared_linear(team, linears, first + layout.MLP_HIDDEN, normed, n_rows, activation, ff, ff_p, scratch)
         barrier(counter, n_threads)
 
-        prepare_rows(linears.panels, ff, rows, ff_p, scratch)
-        if shared:
-            barrier(counter, n_threads)
+        prepare(linears, ff, rows, ff_p, scratch, counter, team, shared)
         shared_linear(team, linears, first + layout.MLP_PROJECTION, ff, n_rows, ADD, x, C_p, scratch)
         barrier(counter, n_threads)
 
     for r in range(rows[0], rows[1]):
         row_norm(x, r * C_p, norms, 2 * n_layer, C, normed, r * C_p)
-    prepare_rows(linears.panels, normed, rows, C_p, scratch)
-    if shared:
-        barrier(counter, n_threads)
+    prepare(linears, normed, rows, C_p, scratch, counter, team, shared)
     logits = floats_at(memory[layout.LOGITS])
     if not shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch):
         claim(sizes, layout.NOT_NUMBERS)
