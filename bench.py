@@ -99,7 +99,7 @@ def check_settings():
         raise ValueError(f"init_from and text are for peers, loss and eval mode, choices for eval mode: leave them out "
                          f"in {mode} mode")
     if mode == 'eval' and not (text or choices):
-        raise ValueError("eval mode needs something to evaluate a model on: --text=FILE,... or --choices=FILE,...")
+        raise ValueError("eval mode needs files to evaluate a model on: give --text=FILE,... or --choices=FILE,...")
     if init_from and shape != 'auto':
         raise ValueError("init_from takes the place of the shapes: leave one of them out")
     if mode == 'loss' and bool(init_from) != bool(text):

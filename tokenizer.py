@@ -430,8 +430,8 @@ def read_json(path):
 
 def read_json_lines(path, form, is_good):
     """
-    Yields (where it is, the dict) of each line of a JSONL file that is not blank. ValueError for a line that is none,
-    or that the function is_good refuses, by False or an exception. form: what a line must be, in words.
+    Yields (the line's place in words, its dict) for each line of a JSONL file that is not blank. ValueError if a line
+    is not JSON, or if is_good(its content) is false or raises. form: what a line must be, in words.
     """
     for number, text in enumerate(read_text(path).split('\n'), 1):
         if not text.strip():

@@ -84,8 +84,8 @@ learning_rate = 6e-4           # of AdamW, at its highest
 muon_lr = 0.02                 # of Muon, at its highest; it rises and falls as AdamW's does
 muon_weight_decay = 0.0        # of Muon's matrices
 max_iters = 600000             # optimizer steps in all
-max_minutes = 0.0              # of one process: how long the run trains, in place of max_iters and lr_decay_iters: the
-                               # learning rate falls with the time that is left; 0 is no limit
+max_minutes = 0.0              # ends a run of one process, in place of max_iters; after warmup_iters the learning rate
+                               # then depends on the share of this time that has passed; 0 sets no limit
 weight_decay = 1e-1            # of matrices and embeddings
 beta1 = 0.9                    # of AdamW
 beta2 = 0.95                   # of AdamW
@@ -151,9 +151,10 @@ def train(config, world_size, rank, stop, log, checkpointer):
     kind = Conversations if has_conversations(data_dir) else Batches
     train_batches = kind(data_dir, 'train', *drawn, seed)
     eval_batches = {split: kind(data_dir, split, *drawn, seed + 1) for split in ('train', 'val')}
-    for split, batches in eval_batches.items() if kind is Conversations else ():
-        log.say(f"{split}: {len(batches.starts):,} conversations; {batches.n_cut:,} are longer than block_size "
-                f"{block_size}, and cut there")
+    for split, batches in eval_batches.items():
+        if kind is Conversations:
+            log.say(f"{split}: {len(batches.starts):,} conversations; {batches.n_cut:,} are longer than block_size "
+                    f"{block_size}, and cut there")
     if dev == 'cpu' and not dist.is_initialized() and not eval_only:
         choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
     eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
@@ -203,7 +204,7 @@ def check_settings(world_size):
         raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the "
                          f"{world_size} processes")
     if max_minutes and world_size > 1:
-        raise ValueError(f"max_minutes is for one process, and the clocks of {world_size} differ: give --max_iters=")
+        raise ValueError(f"max_minutes needs one process, not {world_size}, whose clocks differ: give --max_iters=")
     if init_from == 'scratch':
         new_config(1)
     pick_dtype(dtype, pick_device(device))
@@ -218,8 +219,8 @@ def new_config(vocab_size):
 
 def set_lr(optimizer, it, share=0.0):
     """
-    Set the learning rate of iteration `it`, and return it. With max_minutes, after the warmup it is that of the
-    iteration of lr_decay_iters that corresponds to the share of the time that has gone.
+    Set the learning rate of iteration `it`, and return it. share: of max_minutes, how much has passed. With max_minutes
+    the decay that follows the warmup is as far along as the time is.
     """
     if max_minutes and it >= warmup_iters:
         it = warmup_iters + min(1.0, share) * (lr_decay_iters - warmup_iters)
@@ -274,23 +275,23 @@ def build_model(config, data_dir, dev, say):
     tokenizer). ValueError if the data have another tokenizer.
     """
     vocab_size, tokenizer_state = vocab_size_of(data_dir), tokenizers.state_of_dataset(data_dir)
-    resumed, source, of_model = {}, init_from, None
+    resumed, saved, source = {}, {}, init_from
     if init_from == 'scratch':
         model = GPT(new_config(vocab_size))
     elif init_from == 'resume':
         resumed, source = load_furthest(out_dir, 'cpu' if parallel == 'fsdp' else dev)
-        model, of_model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout), resumed.get('tokenizer')
+        saved = resumed
         say(f"resuming {source} at iteration {resumed.get('iter_num', 0)}")
     elif checkpoints.is_run(init_from):
-        before = checkpoints.load(os.path.join(init_from, 'ckpt.pt'))
-        model, of_model = checkpoints.build(before, GPT, GPTConfig, dropout=dropout), before.get('tokenizer')
+        saved = checkpoints.load(os.path.join(init_from, 'ckpt.pt'))
     else:
         files = formats.files_of(init_from)
-        of_model = files.tokenizer_state()
-        check_tokenizer(of_model, tokenizer_state, source, data_dir)  # before weights are read
+        tokenizer_state = check_tokenizer(files.tokenizer_state(), tokenizer_state, source, data_dir)
         model = GPT.from_pretrained(files, dict(dropout=dropout), torch.float32)
-    if of_model:
-        tokenizer_state = check_tokenizer(of_model, tokenizer_state, source, data_dir)
+    if saved:
+        model = checkpoints.build(saved, GPT, GPTConfig, dropout=dropout)
+    if saved.get('tokenizer'):  # nanoGPT's has none
+        tokenizer_state = check_tokenizer(saved['tokenizer'], tokenizer_state, source, data_dir)
     positions = model.config.block_size
     if positions < block_size:
         raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: set it to "
@@ -382,8 +383,7 @@ def estimate_loss(model, batches, amp, is_to_stop):
 def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batches):
     """
     Report the losses of an evaluation on these batches, save a checkpoint if they or the settings ask for one or if it
-    is the last one, and start the clock. Returns the best validation loss so far. losses: None if the evaluation was
-    asked to stop.
+    is the last one, and start the clock. Returns the best validation loss so far. losses: None if it was asked to stop.
     """
     if losses:
         log.evaluation(iter_num, lr, losses, {split: batches[split].in_words(loss) for split, loss in losses.items()})

@@ -29,9 +29,9 @@ def rows(asked, name, read, figures):
 
 def bits_of(model, tokenizer, text):
     """
-    The text is cut into pieces of block_size tokens, each predicted from those before it in its piece, the first one
-    from the last token before it; that of the text from the token with which texts begin. (The last piece sees
-    block_size tokens too.) Without such a token the first one is not predicted.
+    The text is cut into pieces of block_size tokens. A token is predicted from the last token before its piece and the
+    tokens before it in its piece; the last piece, which is shorter, has more tokens before it, block_size in all. The
+    token with which texts begin stands before the text. If there is none, the first token is not predicted.
     """
     size, tokens = model.config.block_size, tokenizer.encode(text, add_special_tokens=False)
     n_bytes, begin = len(text.encode()), begin_of(tokenizer)
@@ -64,11 +64,9 @@ def begin_of(tokenizer):
 def accuracies(model, tokenizer, lines):
     """
     acc: the share of questions whose answer has the highest log likelihood behind the question and a blank. acc_norm:
-    the same for the log likelihood over the number of its characters. The choices of a question share its pages.
+    the same with log likelihoods divided by the number of characters. The choices of a question share its pages.
     """
     score, right = log_likelihoods(model), []
-    if not lines:
-        raise ValueError("there are no questions: each is a line of the file")
     for i in range(0, len(lines), AT_ONCE):
         pairs = [[encoded(model, tokenizer, line['question'], ' ' + choice) for choice in line['choices']]
                  for line in lines[i:i + AT_ONCE]]
@@ -78,30 +76,34 @@ def accuracies(model, tokenizer, lines):
             sums = torch.stack([one.sum(), *(next(others).sum() for _ in of_question[1:])])
             lengths = torch.tensor([len(choice) for choice in line['choices']])
             right.append([sums.argmax() == line['answer'], (sums / lengths).argmax() == line['answer']])
-    (acc, acc_norm), error = torch.tensor(right).double().mean(0).tolist(), lambda p: (p * (1 - p) / max(
-        1, len(right) - 1)) ** 0.5
-    return dict(questions=len(right), acc=acc, acc_error=error(acc), acc_norm=acc_norm, acc_norm_error=error(acc_norm))
+    acc, acc_norm = torch.tensor(right).double().mean(0).tolist()
+    error, error_norm = (math.sqrt(p * (1 - p) / max(1, len(right) - 1)) for p in (acc, acc_norm))
+    return dict(questions=len(right), acc=acc, acc_error=error, acc_norm=acc_norm, acc_norm_error=error_norm)
 
 
 def encoded(model, tokenizer, context, continuation):
-    """The tokens of a context and of what follows it, at most block_size + 1, of which the context's first ones go."""
+    """The tokens of a context and of its continuation. The context loses its first ones above block_size + 1 in all."""
     blanks = context[len(context.rstrip()):]
     context, continuation = context.rstrip(), blanks + continuation  # a blank begins a word
     n, whole = len(tokenizer.encode(context)), tokenizer.encode(context + continuation)
     if not n:
-        raise ValueError("a question must not be empty: each choice is scored behind one")
+        raise ValueError("a question must not be empty, since its choices are scored behind it: leave the line out")
     before, behind = whole[:n], whole[n:]
     return before[-max(1, model.config.block_size + 1 - len(behind)):], behind
 
 
 def read_questions(path):
-    """The lines of a JSONL file, dicts. ValueError, which says where, if one is no question."""
-    return [line for _, line in read_json_lines(path, FORM, is_question)]
+    """The lines of a JSONL file, dicts. ValueError if there is none, or, with its place, if one is no question."""
+    lines = [line for _, line in read_json_lines(path, FORM, is_question)]
+    if not lines:
+        raise ValueError(f"{path} has no questions: each of its lines must be {FORM}")
+    return lines
 
 
 def is_question(line):
     choices, answer = line['choices'], line['answer']
-    return (isinstance(line['question'], str) and all(isinstance(choice, str) and choice for choice in choices)
+    return (isinstance(line['question'], str) and isinstance(choices, list)
+            and all(isinstance(choice, str) and choice for choice in choices)
             and type(answer) is int and 0 <= answer < len(choices))
 
 

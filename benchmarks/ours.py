@@ -3,7 +3,7 @@ Our own engine, as benchmarks use it. No other file of benchmarks/ imports engin
 
     NoCache, Cache     `GPT.generate`, without the cache and with it, as engines that are compared with others
     Ours               what sample.py and serve.py run, as one of them
-    log_likelihoods                  of tokens behind others, for `bench.py --mode=eval`
+    log_likelihoods    of tokens behind others, for `bench.py --mode=eval`
     gpu_executor, served, generated, first_answer     what `bench.py --mode=gpu` measures
 """
 from functools import lru_cache
@@ -78,9 +78,9 @@ class Ours(Peer):
 
 def log_likelihoods(model):
     """
-    A function of pairs (context, continuation) of token ids, whose first block_size + 1 may be seen: of each the log
-    probability of every token of the continuation, float64 (n,). Pages with the beginnings of contexts stay in the
-    pool, and the next call finds them.
+    A function of pairs (context, continuation) of token ids, of at most block_size + 1 tokens. It returns for each pair
+    the log probabilities of the continuation's tokens, float64 (n,). Pages of contexts stay in the pool, where the next
+    call finds them.
     """
     engine = Engine(model, decode.best(model, 1))
 
@@ -89,19 +89,18 @@ def log_likelihoods(model):
         for context, continuation in pairs:
             prompt = [*context, *continuation[:-1]]
             s, = engine.add(prompt, 1, prompt_logits=True, logprobs=True, logits_from=len(context) - 1)
-            found[s] = torch.zeros(len(continuation), dtype=torch.float64), [*context, *continuation]
+            found[s] = torch.zeros(len(continuation), dtype=torch.float64), torch.tensor(continuation)
         while not engine.is_idle:
             for s, output in engine.step():
                 if s.error:
                     raise s.error
                 if output and output.logits is not None:
-                    total, tokens = found[s]
-                    first = max(output.first, s.logits_from)  # pages and chunks have others too
+                    scores, targets = found[s]
+                    first = max(output.first, s.logits_from)  # pages and chunks have logits of the context too
                     logits = output.logits[first - output.first:]
-                    targets = torch.tensor(tokens[first + 1:first + 1 + len(logits)], dtype=torch.int64)
-                    at = first - s.logits_from
-                    total[at:at + len(targets)] = -F.cross_entropy(logits, targets, reduction='none').double()
-        return [total for total, _ in found.values()]
+                    part = slice(first - s.logits_from, first - s.logits_from + len(logits))
+                    scores[part] = -F.cross_entropy(logits, targets[part], reduction='none').double()
+        return [scores for scores, _ in found.values()]
     return score
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from formats.tokenizer_files import huggingface_tokenizer
 from tokenizer import ROLES, JSONTokenizer
 
-BEGIN, END = '\ufdd0', '\ufdd1'  # no characters, by Unicode: no text has them
+BEGIN, END = '\ufdd0', '\ufdd1'  # noncharacters of Unicode, which no text has
 PLAIN = """\
 {% for message in messages %}
 ### {{ message.role }}
@@ -26,7 +26,7 @@ PLAIN = """\
 
 def chat_tokenizer(tokenizer):
     """
-    The tokenizer if it has a chat template, else the same one with PLAIN. ValueError if no token of it ends a text.
+    The tokenizer, with PLAIN as its chat template if it has none. ValueError if no token ends a text.
     """
     if tokenizer.chat_template:
         return tokenizer
@@ -42,9 +42,9 @@ def chat_tokenizer(tokenizer):
 def scored_tokens(tokenizer, messages):
     """
     The tokens of a conversation, (n,), and which of them are scored, bool (n,): what the assistant says, and the token
-    that ends it. The chat template may mark that by {% generation %}, as for transformers. Otherwise an answer goes
-    from where a prompt for it ends up to the first end token. ValueError if the template does not show that, or does
-    not take the conversation.
+    that ends it. The chat template may mark these by {% generation %}, as for transformers. Otherwise an answer begins
+    where the prompt for it ends, and ends with the first end token. ValueError if the template does not show where an
+    answer is, or does not take the conversation.
     """
     template, spans = tokenizer.chat_template, []
     text = template.render(messages, add_generation_prompt=False, answer_begins=BEGIN, answer_ends=END)
@@ -55,7 +55,9 @@ def scored_tokens(tokenizer, messages):
         text = ''.join([*marked, rest])
     encoding = tokenizer.encoding(text, add_special_tokens=False)
     ids, (starts, ends) = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2).T
-    for i in [] if marked else [i for i, message in enumerate(messages) if message['role'] == 'assistant']:
+    for i, message in enumerate(messages):
+        if marked or message['role'] != 'assistant':
+            continue
         before = template.render(messages[:i])
         stops = np.flatnonzero(np.isin(ids, tokenizer.end_tokens) & (starts >= len(before)))
         if not text.startswith(before) or not len(stops):

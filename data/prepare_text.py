@@ -19,7 +19,7 @@ from whole_file import replacing
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 PIECE = 2**16  # bytes of a download that are written at a time
-LEAST_VOCAB, MOST_VOCAB = 257, 2**18  # of byte pairs: 256 bytes and the end of a text; what can be trained in minutes
+LEAST_VOCAB, MOST_VOCAB = 257, 2**18  # of byte pairs: 256 bytes and <|endoftext|>; what can be trained in minutes
 
 
 def get_text(folder, path):
@@ -39,11 +39,11 @@ def get_text(folder, path):
 
 def download(url, path, most=0, sha256=''):
     """
-    Download what is at url, or its first `most` bytes, unless it is there. Returns where it is: at path all of it,
-    after a comparison with sha256, or else with the hash that the server names, as the Hugging Face hub does; at
-    path.part a part of it, behind which the next call goes on.
+    Download the file at url, or its first `most` bytes, unless they are there. Returns the path of what there is: path
+    for the whole file, whose hash must be sha256, or else the one that the server names, as the Hugging Face hub does;
+    path.part for a part, which the next call continues.
 
-    ConnectionError if no server gives anything. ValueError if the download was cut, or has another hash.
+    ConnectionError if no byte could be downloaded. ValueError if the download broke off, or has another hash.
     """
     part = path + '.part'
     here = os.path.getsize(part) if os.path.exists(part) else 0
@@ -53,23 +53,22 @@ def download(url, path, most=0, sha256=''):
     asked = {'Range': f"bytes={here}-{most - 1 if most else ''}", 'Accept-Encoding': 'identity'}
     try:
         response = requests.get(url, timeout=10, stream=True, headers=asked)
-        if response.status_code != 416:  # all of it is here
+        if response.status_code != 416:  # which says that the part is the whole file
             response.raise_for_status()
     except Exception as e:  # requests raises others too, for settings of a proxy or of certificates
         if not here:
             raise ConnectionError(f"{url} could not be downloaded ({type(e).__name__})") from e
-        raise ValueError(f"{url} could not be reached ({type(e).__name__}), and {here:,} bytes of it are here: try "
-                         "again, or ask for no more than these") from e
+        raise ValueError(f"{url} could not be reached ({type(e).__name__}), and {part} has only its first {here:,} "
+                         "bytes: try again, or ask for no more bytes than these") from e
     goes_on, headers = response.status_code in (206, 416), response.headers
     n_all = int(headers['Content-Range'].rpartition('/')[2] if goes_on else headers.get('Content-Length', 0))
     wanted = min(most or n_all, n_all)
     with response, open(part, 'ab' if goes_on else 'wb') as f, suppress(requests.RequestException):
-        for piece in tqdm(response.iter_content(PIECE), unit='64 kB', disable=None) if f.tell() < wanted else ():
+        pieces = iter(tqdm(response.iter_content(PIECE), unit='64 kB', disable=None))
+        while f.tell() < wanted and (piece := next(pieces, b'')):
             f.write(piece)
-            if f.tell() >= wanted:
-                break
     if (here := os.path.getsize(part)) < wanted:
-        raise ValueError(f"{url} was cut after {here:,} bytes: run the same again, which goes on there")
+        raise ValueError(f"{url} broke off after {here:,} of {wanted:,} bytes: run the same command again to go on")
     if here < n_all:
         return part
     etags = [each.headers.get('X-Linked-ETag', '').strip('"') for each in [*response.history, response]]
@@ -109,7 +108,7 @@ def tokenizer_for(texts, name, vocab_size):
 def write_dataset(folder, parts, tokenizer, source, ends=False):
     """
     Write train.bin, val.bin, meta.json and the files of the tokenizer to a folder. parts: {'train': texts, 'val':
-    texts}, iterables that are read once. ends: a token that ends a text stands behind each of them, if there is one.
+    texts}, iterables that are read once. ends: put the token that ends a text, if there is one, behind each of them.
     """
     lengths = np.array([len(text) for text in tokenizer.bytes_of_tokens(skip_special=True)])
     end, n_bytes, n_chars = [*tokenizer.end_tokens[:1]] if ends else [], dict(val=0, train=0), 0

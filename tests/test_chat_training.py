@@ -183,11 +183,11 @@ def test_rows_without_anything_to_score_are_refused_by_number(tmp_path):
     rows[1] = rows[1][0], [False] * len(rows[1][1])
     rows[4] = rows[4][0], [True] + [False] * 7 + [True] * (len(rows[4][1]) - 8)  # the cut hides these
     write_rows(tmp_path, rows)
-    with pytest.raises(ValueError, match=r'nothing within block_size 7 in the 2 conversations number 2, 5: raise'):
+    with pytest.raises(ValueError, match=r'nothing within block_size 7 in 2 of the conversations, number 2, 5: raise'):
         Conversations(str(tmp_path), 'train', 2, 7, 50, 'cpu')
-    with pytest.raises(ValueError, match='in the 1 conversations number 2: raise'):
+    with pytest.raises(ValueError, match='in 1 of the conversations, number 2: raise'):
         Conversations(str(tmp_path), 'train', 2, 8, 50, 'cpu')
-    with pytest.raises(ValueError, match='vocab_size 20: prepare them again'):
+    with pytest.raises(ValueError, match='vocab_size 20: run data/chat/prepare.py again'):
         Conversations(str(tmp_path), 'train', 2, 8, 20, 'cpu')
 
 
@@ -258,7 +258,7 @@ HI = dict(role='user', content='Hi')
 
 @pytest.mark.parametrize('text, says', [
     ('{"messages": []}', 'my.jsonl, line 1 must be'), ('[1]', 'must be'), ('{"messages": [1]}', 'must be'),
-    ('{"messages": [{"role": "user"}]}', 'must be'), ('[' * 99999, 'must be'), ('', '0 conversations to train on'),
+    ('{"messages": [{"role": "user"}]}', 'must be'), ('[' * 99999, 'must be'), ('', 'there are 0 conversations'),
     ('{"messages": [{"role": "user", "content": ["Hi"]}]}', 'must be {"messages": [{"role"'), ('\xff', 'UTF-8'),
     (json.dumps(dict(messages=[HI])), 'my.jsonl, line 1: the assistant says nothing'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content='\ud800')])), 'line 1: characters'),

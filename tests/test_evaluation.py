@@ -112,14 +112,14 @@ def test_the_script_evaluates_a_run_on_files(repo, trained):
     assert text['model'] == 'out-mine' and text['tokens'] == 18 and 0 < text['bits_per_byte'] < 9
     assert choices['questions'] == 3 and choices['acc'] in (0, 1) and choices['acc_error'] == 0
     for content, says in (('{"question": "a", "choices": ["b"], "answer": 1}', 'q.jsonl, line 1 must be {"question"'),
-                          ('', 'no questions'),
+                          ('', 'q.jsonl has no questions'),
                           ('{"question": "", "choices": ["a"], "answer": 0}', 'must not be empty'),
-                          ('{"question": "a", "choices": "b", "answer": 0', 'must be')):
+                          ('{"question": "a", "choices": "b", "answer": 0}', 'must be')):
         (repo / 'q.jsonl').write_text(content)
         done = run(repo, *evaluate)
         assert done.returncode == 2 and says in done.stderr.splitlines()[-1], done.stderr
     done = run(repo, 'bench.py', '--mode=eval')
-    assert done.returncode == 2 and 'needs something to evaluate' in done.stderr
+    assert done.returncode == 2 and 'needs files to evaluate' in done.stderr
 
 
 def test_the_figures_are_those_of_lm_eval(tmp_path):

@@ -178,7 +178,7 @@ def test_a_download_goes_on_where_it_was_cut_and_where_it_ended(server, tmp_path
     server.files['/a'], path = CONTENT, str(tmp_path / 'a')
     server.cut = 100_000
     for n in (65536, 131072):
-        with pytest.raises(ValueError, match=f'was cut after {n:,} bytes: run the same again'):
+        with pytest.raises(ValueError, match=f'broke off after {n:,} of 256,000 bytes: run the same'):
             prepare_text.download(server.url + '/a', path)
     server.cut = None
     assert prepare_text.download(server.url + '/a', path, 150_000) == path + '.part'  # a part is enough
@@ -203,7 +203,7 @@ def test_all_that_is_here_already_is_whole_and_checked(server, tmp_path, has_ran
         prepare_text.download(server.url + '/b', str(tmp_path / 'b'))
     assert not list(tmp_path.glob('b*'))
     (tmp_path / 'c.part').write_bytes(b'123')
-    with pytest.raises(ValueError, match='could not be reached .*, and 3 bytes of it are here'):
+    with pytest.raises(ValueError, match='could not be reached .*c.part has only its first 3 bytes'):
         prepare_text.download(server.url + '/c', str(tmp_path / 'c'))
     with pytest.raises(ConnectionError):
         prepare_text.download(server.url + '/d', str(tmp_path / 'd'))

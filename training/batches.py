@@ -38,9 +38,9 @@ def vocab_size_of(folder):
 
 def check_tokenizer(model, data, model_from, data_from):
     """
-    The state of the tokenizer to train with: that of the model, with the chat template of the data if they have one.
-    ValueError, which names both, if texts get other ids from that of the data. model, data: states of tokenizers; that
-    of ids without a text, 'unknown', goes with all.
+    The state of the tokenizer that checkpoints get: the model's tokenizer, with the data's chat template if there is
+    one. model, data: states of tokenizers. An 'unknown' one, of ids without a text, fits every other. ValueError, which
+    names both, if the two give a text different ids.
     """
     if model['kind'] == 'unknown':
         return data

@@ -44,7 +44,7 @@ class Checkpointer:
                 os.remove(leftover)
 
     def track(self, model, optimizer, scaler, config, tokenizer_state, began):
-        """Store what every checkpoint is made from. began: when the run began, of time.monotonic, without pauses."""
+        """Store what every checkpoint is made from. began: its start by time.monotonic, without the pauses."""
         self.began = began
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.config, self.tokenizer_state = config, tokenizer_state

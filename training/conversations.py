@@ -9,18 +9,18 @@ import torch
 from training.batches import open_tokens
 
 SCORED, FIRST = 1, 2  # bits of a token's mark in the file of marks
-JITTER = 0.2          # lengths are taken for so much longer or shorter when rows are sorted: other rows meet each time
+JITTER = 0.2          # rows are sorted by lengths that vary at random by this share: each epoch has other batches
 
 
 class Conversations:
     """
     Batches of the conversations of a split, which data/chat/prepare.py writes: batches(step) -> (inputs, targets), as
-    those of `batches.Batches`. Each conversation is a row, cut behind block_size + 1 tokens. n_cut: how many are.
+    of `batches.Batches`. Each conversation is a row, cut after block_size + 1 tokens. n_cut: how many rows are cut.
 
-    Rows of like length share a batch. An epoch has every row, and some twice where the last batch is not full, in an
+    Rows of similar length share a batch. An epoch has every row, and some rows twice to fill the last batch, in an
     order that is drawn from (seed, split, epoch). So a batch depends on the seed, the split and the step alone.
 
-    ValueError, which names their numbers, if conversations have nothing to score before they are cut.
+    ValueError, with their numbers, if some conversations have nothing to score in their first block_size + 1 tokens.
     """
 
     def __init__(self, folder, split, batch_size, block_size, vocab_size, device, seed=0):
@@ -29,8 +29,8 @@ class Conversations:
         self.batch_size, self.device, self.key = batch_size, device, [seed, sum(split.encode())]
         self.starts = np.flatnonzero(self.marks & FIRST)
         if len(self.marks) != len(self.tokens) or not len(self.starts) or self.tokens.max() >= vocab_size:
-            raise ValueError(f"{path} does not fit the tokens beside it, or these do not fit the model's vocab_size "
-                             f"{vocab_size}: prepare them again, with --tokenizer=")
+            raise ValueError(f"{path} does not fit the tokens beside it, or they do not fit the model's vocab_size "
+                             f"{vocab_size}: run data/chat/prepare.py again, with --tokenizer=MODEL")
         lengths = np.diff(self.starts, append=len(self.marks))
         self.lengths = np.minimum(lengths, block_size + 1)
         self.n_cut, self.tokens_per_row = int((lengths > self.lengths).sum()), float(self.lengths.mean()) - 1
@@ -38,8 +38,8 @@ class Conversations:
         silent = np.flatnonzero(n_before[self.starts + self.lengths - 1] == n_before[self.starts])
         if len(silent):
             numbers = ', '.join(str(i + 1) for i in silent[:9]) + ' ...' * (len(silent) > 9)
-            raise ValueError(f"{path}: the assistant says nothing within block_size {block_size} in the {len(silent)} "
-                             f"conversations number {numbers}: raise block_size, or leave them out")
+            raise ValueError(f"{path}: the assistant says nothing within block_size {block_size} in {len(silent)} of "
+                             f"the conversations, number {numbers}: raise block_size, or leave them out")
         self.epoch = lru_cache(maxsize=2)(self.epoch)
 
     def epoch(self, number):
@@ -56,9 +56,8 @@ class Conversations:
         inputs = np.zeros((len(rows), self.lengths[rows].max() - 1), np.int64)
         targets = np.full_like(inputs, -1)
         for x, y, start, length in zip(inputs, targets, self.starts[rows], self.lengths[rows]):
-            row, scored = (each[start:start + length] for each in (self.tokens, self.marks & SCORED))
-            x[:length - 1] = row[:-1]
-            y[:length - 1][scored[1:] > 0] = row[1:][scored[1:] > 0]
+            row, marks = self.tokens[start:start + length].astype(np.int64), self.marks[start:start + length]
+            x[:length - 1], y[:length - 1] = row[:-1], np.where(marks[1:] & SCORED, row[1:], -1)
         return tuple(torch.from_numpy(each).to(self.device) for each in (inputs, targets))
 
     def in_words(self, loss):

@@ -87,8 +87,7 @@ class Log:
 
     def evaluation(self, iter_num, lr, losses, in_words):
         """
-        Report the losses {'train': ..., 'val': ...}, in nats per token, before iteration iter_num. in_words: the same
-        as texts.
+        Report the losses {'train': ..., 'val': ...}, in nats per token, before iteration iter_num. in_words: as texts.
         """
         self.say(f"step {iter_num}: train loss {in_words['train']}, val loss {in_words['val']}")
         if self.wandb is not None:

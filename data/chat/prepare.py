@@ -37,16 +37,17 @@ def main(config):
     found = [pair for path in paths for pair in read_json_lines(path, FORM, is_conversation)]
     has_held_out = any(line.get('held_out') for _, line in found)
     for i, (where, line) in enumerate(found):
+        is_held_out = line.get('held_out') if has_held_out else i % 10 == 9
         try:
             ids, scored = scored_tokens(made, line['messages'])
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from e
         if not scored[1:].any():
-            raise ValueError(f"{where}: the assistant says nothing, so there is nothing to score: leave it out")
-        parts['val' if (line.get('held_out') if has_held_out else i % 10 == 9) else 'train'].append((ids, scored))
+            raise ValueError(f"{where}: the assistant says nothing, so there is nothing to score: leave the line out")
+        parts['val' if is_held_out else 'train'].append((ids, scored))
     if not all(parts.values()):
-        raise ValueError(f"{len(parts['train'])} conversations to train on and {len(parts['val'])} to validate: both "
-                         "need one, give ten or more, or mark some with \"held_out\": true")
+        raise ValueError(f"there are {len(parts['train'])} conversations to train on and {len(parts['val'])} to "
+                         'validate, but both need one: give ten or more, or mark some with "held_out": true')
     prepare_text.write_meta(folder, made, source=', '.join(map(os.path.basename, paths)),
                             conversations={split: len(rows) for split, rows in parts.items()})
     for split, rows in parts.items():

@@ -2,7 +2,7 @@
 Short stories in simple English, written by GPT-4 (TinyStories, arXiv:2305.07759, licence CDLA-Sharing-1.0), as byte
 pairs that are trained on them: train.bin, val.bin, meta.json and tokenizer.json in this folder.
 
-    python data/tinystories/prepare.py                     100 MB of 2.2 GB; a download that was cut goes on
+    python data/tinystories/prepare.py                     100 MB of 2.2 GB; it continues a download
     python data/tinystories/prepare.py --megabytes=0       all
     python data/tinystories/prepare.py --tokenizer=HuggingFaceTB/SmolLM2-135M      as a model's tokens, for finetuning
 """
@@ -32,13 +32,12 @@ def main(config):
     try:
         paths = {split: prepare_text.download(URL.format(name), os.path.join(folder, f'{name}.txt'), most[split])
                  for split, name in (('val', 'valid'), ('train', 'train'))}
-        texts, source = lambda split: stories(paths[split], most[split]), 'TinyStories'
+        source, texts = 'TinyStories', lambda split: stories(paths[split], most[split])
     except ConnectionError as e:
         print(f"\n!! {e}.\n!! USING A STAND-IN: the docstrings of {packages}. A model can be trained on them.\n"
               "!! For stories, connect to the internet and run this again.\n", file=sys.stderr)
         found, source = docstrings_of(packages), "stand-in (docstrings, no network)"
-        parts = dict(val=found[:len(found) // 10], train=found[len(found) // 10:])
-        texts = parts.get
+        texts = dict(val=found[:len(found) // 10], train=found[len(found) // 10:]).get
     made = prepare_text.tokenizer_for(texts('train'), tokenizer, vocab_size)
     prepare_text.write_dataset(folder, dict(train=texts('train'), val=texts('val')), made, source, ends=True)
 
