@@ -156,14 +156,11 @@ class GPT(model.GPT):
 
     def generate(self, *args, **settings):
         self.step_number = -1
-        try:
-            idx = super().generate(*args, **settings)
-            if self.recording:
-                self.recording.tokens += idx[0, -1:].tolist()
-            return idx
-        finally:
-            if self.recording:  # it has one generation
-                self.recording.close()
+        idx = super().generate(*args, **settings)
+        if self.recording:  # of one generation
+            self.recording.tokens += idx[0, -1:].tolist()
+            self.recording.close()
+        return idx
 
 
 def rows_of(sequence=None, *rest):

@@ -44,6 +44,7 @@ def model_of(name, bias):
     return model_with_varied_text(replace(SHAPES[name], bias=bias)) if name in SHAPES else trained(name)[0]
 
 
+@lru_cache(maxsize=1)
 def trained(init_from):
     """(The model that sample.py's init_from names, its tokenizer), in float32, its context at most L's."""
     model, tokenizer, _ = checkpoint.load_model(init_from, '', gpt, dtype=torch.float32)

@@ -55,13 +55,13 @@ def download(url, path, most=0, sha256=''):
         response = requests.get(url, timeout=10, stream=True, headers=asked)
         if response.status_code != 416:  # which says that the part is the whole file
             response.raise_for_status()
+        goes_on, headers = response.status_code in (206, 416), response.headers
+        n_all = int(headers['Content-Range'].rpartition('/')[2] if goes_on else headers['Content-Length'])
     except Exception as e:  # requests raises others too, for settings of a proxy or of certificates
         if not here:
             raise ConnectionError(f"{url} could not be downloaded ({type(e).__name__})") from e
         raise ValueError(f"{url} could not be reached ({type(e).__name__}), and {part} has only its first {here:,} "
                          "bytes: try again, or ask for no more bytes than these") from e
-    goes_on, headers = response.status_code in (206, 416), response.headers
-    n_all = int(headers['Content-Range'].rpartition('/')[2] if goes_on else headers.get('Content-Length', 0))
     wanted = min(most or n_all, n_all)
     with response, open(part, 'ab' if goes_on else 'wb') as f, suppress(requests.RequestException):
         pieces = iter(tqdm(response.iter_content(PIECE), unit='64 kB', disable=None))
