@@ -4,8 +4,7 @@ import re
 
 import numpy as np
 
-from formats.tokenizer_files import huggingface_tokenizer
-from tokenizer import ROLES, JSONTokenizer
+from formats.tokenizer_files import json_tokenizer
 
 BEGIN, END = '\ufdd0', '\ufdd1'  # noncharacters of Unicode, which no text has
 PLAIN = """\
@@ -25,18 +24,14 @@ PLAIN = """\
 
 
 def chat_tokenizer(tokenizer):
-    """
-    The tokenizer, with PLAIN as its chat template if it has none. ValueError if no token ends a text.
-    """
+    """The tokenizer, with PLAIN as its chat template if it has none. ValueError if no token ends a text."""
     if tokenizer.chat_template:
         return tokenizer
     if not tokenizer.end_tokens:
         raise ValueError("a conversation needs a token that ends an answer, and this tokenizer has none: take a model "
                          "with byte pairs (data/shakespeare/prepare.py --vocab_size=4096)")
-    content, config = huggingface_tokenizer(tokenizer)
     end = tokenizer.bytes_of_tokens()[tokenizer.end_tokens[0]].decode()
-    return JSONTokenizer(json.dumps(content), [*tokenizer.end_tokens], {role: config[role] for role in ROLES if role in
-                         config}, PLAIN.replace('END', json.dumps(end)))
+    return json_tokenizer(tokenizer, PLAIN.replace('END', json.dumps(end)))
 
 
 def scored_tokens(tokenizer, messages):
@@ -55,9 +50,7 @@ def scored_tokens(tokenizer, messages):
         text = ''.join([*marked, rest])
     encoding = tokenizer.encoding(text, add_special_tokens=False)
     ids, (starts, ends) = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2).T
-    for i, message in enumerate(messages):
-        if marked or message['role'] != 'assistant':
-            continue
+    for i in [i for i, message in enumerate(messages) if message['role'] == 'assistant' and not marked]:
         before = template.render(messages[:i])
         stops = np.flatnonzero(np.isin(ids, tokenizer.end_tokens) & (starts >= len(before)))
         if not text.startswith(before) or not len(stops):

@@ -60,6 +60,13 @@ def huggingface_tokenizer(tokenizer):
     ), dict(tokenizer_class='GPT2Tokenizer', **dict.fromkeys(ROLES, end), add_prefix_space=False, padding_side='left')
 
 
+def json_tokenizer(tokenizer, chat_template=None):
+    """The same tokenizer as a JSONTokenizer, with this chat template."""
+    content, config = huggingface_tokenizer(tokenizer)
+    named = {role: config[role] for role in ROLES if role in config}
+    return JSONTokenizer(json.dumps(content), [*tokenizer.end_tokens], named, chat_template)
+
+
 def add_gguf_tokenizer(writer, tokenizer, vocab_size):
     """
     Write the tokenizer for llama.cpp. Returns its kind: 'gpt2', 'rwkv', or 'none' (token ids only) if there is none.
@@ -71,34 +78,24 @@ def add_gguf_tokenizer(writer, tokenizer, vocab_size):
     ValueError for a JSONTokenizer that splits a text by none of the rules that llama.cpp knows by name.
     """
     from gguf import TokenType
-    if isinstance(tokenizer, JSONTokenizer):
-        return add_byte_pairs(writer, tokenizer, vocab_size)
     if tokenizer is None:
-        kind, tokens = 'none', []
-    elif isinstance(tokenizer, CharTokenizer):
-        kind, tokens = 'rwkv', [c if ord(c) > 127 else c.encode('unicode_escape').decode() for c in tokenizer.chars]
-        writer.add_unk_token_id(stand_in(tokenizer))  # without one, an unknown character ends llama.cpp's process
-    else:
-        kind, (tokens, merges) = 'gpt2', byte_pairs(tokenizer.bpe)
-        writer.add_tokenizer_pre('gpt-2')
-        writer.add_token_merges(merges)
-        writer.add_bos_token_id(tokenizer.end_of_text)
-        writer.add_eos_token_id(tokenizer.end_of_text)
-    writer.add_tokenizer_model(kind)
-    if tokens:
-        # rows of the model without a text of their own get a byte that UTF-8 does not have
-        padding = range(len(tokens), vocab_size)
-        types = [TokenType.NORMAL] * len(tokens) + [TokenType.UNUSED] * len(padding)
-        if kind == 'gpt2':
-            types[tokenizer.end_of_text] = TokenType.CONTROL
-        writer.add_token_list(tokens + [rf'\xff{i}' for i in padding])
-        writer.add_token_types(types)
-    return kind
+        writer.add_tokenizer_model('none')
+        return 'none'
+    if not isinstance(tokenizer, CharTokenizer):
+        return add_byte_pairs(writer, tokenizer, vocab_size)
+    tokens = [c if ord(c) > 127 else c.encode('unicode_escape').decode() for c in tokenizer.chars]
+    padding = range(len(tokens), vocab_size)
+    writer.add_unk_token_id(stand_in(tokenizer))  # without one, an unknown character ends llama.cpp's process
+    writer.add_tokenizer_model('rwkv')
+    writer.add_token_list(tokens + [rf'\xff{i}' for i in padding])  # a byte that UTF-8 does not have
+    writer.add_token_types([TokenType.NORMAL] * len(tokens) + [TokenType.UNUSED] * len(padding))
+    return 'rwkv'
 
 
 def add_byte_pairs(writer, tokenizer, vocab_size):
-    """The same for a JSONTokenizer, with its chat template."""
+    """The same for GPT-2's byte pairs, and for a JSONTokenizer with its chat template."""
     from gguf import TokenType
+    tokenizer = tokenizer if isinstance(tokenizer, JSONTokenizer) else json_tokenizer(tokenizer)
     content, library = json.loads(tokenizer.json), tokenizer.library
     writer.add_tokenizer_model('gpt2')
     writer.add_tokenizer_pre(rule_of(content))

@@ -86,9 +86,7 @@ class Log:
         return (time.perf_counter() - self.start) / (iter_num + 1 - self.first_timed)
 
     def evaluation(self, iter_num, lr, losses, in_words):
-        """
-        Report the losses {'train': ..., 'val': ...}, in nats per token, before iteration iter_num. in_words: as texts.
-        """
+        """Report losses {'train': ..., 'val': ...}, in nats a token, before iteration iter_num. in_words: as texts."""
         self.say(f"step {iter_num}: train loss {in_words['train']}, val loss {in_words['val']}")
         if self.wandb is not None:
             self.wandb.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], 'lr': lr,
