@@ -63,9 +63,11 @@ class Sequence:
         until it is full, and is cut again.
         """
         n, most = len(self.tokens), self.max_positions
+        if n <= most:
+            return n
         n_full = max(most, self.n_prompt)  # so many tokens make the first context that is full
         if n <= n_full:
-            return min(n, most)
+            return most
         n_kept = self.n_keep + self.keep
         return n_kept + (n - n_full - 1) % (most - n_kept + 1)
 

@@ -93,11 +93,9 @@ class CallTable:
         host['sequences'][:n], host['sequences'][n:] = [row.number for row in rows], -1
         host['numbers'][:n] = [row.sequence.n_drawn for row in rows]
         host['left'][:n], host['left'][n:] = limits, 0
+        if new := [row for row in rows if row.settings is not row.sequence.settings]:
+            self.renew(new)
         for row, s, settings in [(row, row.sequence, row.sequence.settings) for row in rows]:
-            if row.settings is not settings:
-                self.write(self.inputs.marks[row.number], settings.stop_ids, [IS_STOP] * len(settings.stop_ids))
-                self.write(self.inputs.biases[row.number], settings.bias_tokens, settings.biases)
-                row.settings, row.n_counted = settings, -1
             if settings.penalised and row.n_counted != s.n_drawn:
                 settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
                 marks = settings.counts + np.where(settings.in_prompt, IN_PROMPT, 0)
@@ -109,11 +107,19 @@ class CallTable:
                 self.queue.send(self.inputs.biases[row.number], torch.from_numpy(biases))
             row.n_counted = -1  # until the call has ended well: the device counts as it goes
 
-    def write(self, table_row, tokens, values):
-        """Set the values of these tokens in a row of a table (vocab_size,), and 0 for all others."""
-        table_row.zero_()
-        if len(tokens):
-            self.queue.put(table_row, tokens, values)
+    def renew(self, rows):
+        """Write the marks of stop tokens and the biases of `Row`s with new settings, and 0 for all other tokens."""
+        for row in rows:
+            row.settings, row.n_counted = row.sequence.settings, -1
+        i, settings, numbers = self.inputs, [row.settings for row in rows], [row.number for row in rows]
+        on_device = self.queue.pinned(torch.tensor(numbers)).to(i.marks.device, non_blocking=True)
+        for table, tokens, values in (
+                (i.marks, [s.stop_ids for s in settings], [[IS_STOP] * len(s.stop_ids) for s in settings]),
+                (i.biases, [s.bias_tokens for s in settings], [s.biases for s in settings])):
+            table.index_fill_(0, on_device, 0)
+            at = np.repeat(numbers, [len(ids) for ids in tokens]) * table.size(1) + np.concatenate(tokens)
+            if len(at):
+                self.queue.put(table, at, np.concatenate(values))
 
     def land(self, first, end, S):
         """
