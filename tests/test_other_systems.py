@@ -171,7 +171,7 @@ def test_steps_on_two_threads_give_the_same_tokens(tmp_path, system, clock):
 
 HIDING = """
 import asyncio, builtins, ctypes, io, os, platform, runpy, signal, subprocess, sys, time
-import numba, torch
+import filelock, numba, torch  # each system has a lock of its own
 try:
     import uvicorn.main
 except ImportError:
