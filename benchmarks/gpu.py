@@ -48,11 +48,11 @@ def engine(asked):
             ours = [case(step, served(model, executor, B, N_PROMPT, n_new)) for step, executor in executors.items()]
             measured = take_turns(ours, asked.repeats, f'{name}, {B}')
             # ours do not run after those: a recording of torch.compile frees the memory that cuBLAS has in all others
-            others = [case('eager', generated(model, B, n_new))] if B == 1 else []
+            others = [] if HuggingFace.missing() else [case('transformers', compiled_on_gpu(model, B, n_new))]
             if HuggingFace.missing():
                 print(f"not compared: transformers ({HuggingFace.missing()})")
-            else:
-                others.append(case('transformers', compiled_on_gpu(model, B, n_new)))
+            if B == 1:
+                others.append(case('eager', generated(model, B, n_new)))
             first, *_ = measured = measured + take_turns(others, asked.repeats, f'{name}, {B}, others')
             n_bytes = step_bytes(model, B, N_PROMPT + n_new / 2)
             yield [m.row(us=1e6 * m.seconds, tok_per_s=B / m.seconds, over_gpu=m.over(first),

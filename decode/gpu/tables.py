@@ -111,8 +111,9 @@ class CallTable:
         """Write the marks of stop tokens and the biases of `Row`s with new settings, and 0 for all other tokens."""
         for row in rows:
             row.settings, row.n_counted = row.sequence.settings, -1
-        i, settings, numbers = self.inputs, [row.settings for row in rows], [row.number for row in rows]
-        on_device = self.queue.pinned(torch.tensor(numbers)).to(i.marks.device, non_blocking=True)
+        i, settings = self.inputs, [row.settings for row in rows]
+        numbers = np.array([row.number for row in rows])
+        on_device = self.queue.pinned(torch.from_numpy(numbers)).to(i.marks.device, non_blocking=True)
         for table, tokens, values in (
                 (i.marks, [s.stop_ids for s in settings], [[IS_STOP] * len(s.stop_ids) for s in settings]),
                 (i.biases, [s.bias_tokens for s in settings], [s.biases for s in settings])):
