@@ -20,7 +20,7 @@ from serving.engine_thread import EngineThread
 from serving.served import Served
 from tokenizer import read_text
 
-SWITCH_INTERVAL = 0.0003  # seconds
+SWITCH_INTERVAL, ON_CUDA = 0.0003, 0.00005  # seconds; there the engine's thread computes in Python only
 BUDGET = 2048  # tokens of a step on CUDA
 WORK = 2**33   # weights times tokens of a step, by default: a few tenths of a second on two cores
 
@@ -40,8 +40,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
 
     It sets two things of the process, which serves one model until it ends:
     - Later garbage collections leave out what there is now: torch's objects take 0.1 s, in which all samples wait.
-    - The engine waits at most SWITCH_INTERVAL for Python's lock, which the event loop may have. (With the default of
-      5 ms the first token of short prompts to S came a fifth later.)
+    - The engine waits at most SWITCH_INTERVAL, or ON_CUDA, for Python's lock, which the event loop may have. (With the
+      default of 5 ms the first token of short prompts to S came a fifth later.)
     """
     defaults = generation_defaults(init_from, generation_config)
     dev, budget = pick_device(device), max_num_batched_tokens
@@ -83,7 +83,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     served = Served(name, tokenizer, token_bytes, max_tokens, int(time.time()), defaults)
     gc.collect()
     gc.freeze()
-    sys.setswitchinterval(SWITCH_INTERVAL)
+    sys.setswitchinterval(ON_CUDA if on_cuda else SWITCH_INTERVAL)
     return thread, served
 
 
