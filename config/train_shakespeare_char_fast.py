@@ -22,7 +22,7 @@ if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         dtype = 'bfloat16'
         batch_size, max_iters = 24, 1500
     print(f"the recipe: batches of {batch_size} instead of 12, {max_iters} iterations instead of 2000", file=sys.stderr)
-    learning_rate = 1e-2
+    learning_rate, muon_lr, muon_weight_decay, beta2 = 6e-3, 0.03, 0.1, 0.95
     warmup_iters = 20
     lr_decay_iters = max_iters
     eval_interval = 500
