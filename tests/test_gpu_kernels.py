@@ -96,7 +96,7 @@ CASES += [('llama', 'bfloat16', kv, 64) for kv in ('bfloat16', 'int8') if DEVICE
 def test_each_call_of_a_kernel_computes_what_its_function_in_pytorch_does(kind, dtype, kv, head_dim):
     """Queries, keys, values, codes and scales have its bits, but behind norms. What is not seen is NaN."""
     _, executor = on(compared(1e-5 * (kind == 'qwen window')), kind, getattr(torch, dtype), head_dim=head_dim)
-    in_any_batches(Slots(executor, 'cells', kv), texts(2, sizes(9, 40)), random.Random(0), lambda *found: None)
+    in_any_batches(Slots(executor, 'cells', kv), texts(2, sizes(6, 40)), random.Random(0), lambda *found: None)
 
 
 @pytest.mark.parametrize('kind, layout', sizes([('llama', 'pages'), ('rope window sinks', 'cells')], [
@@ -104,7 +104,7 @@ def test_each_call_of_a_kernel_computes_what_its_function_in_pytorch_does(kind, 
 def test_logits_and_their_bits_in_any_batches(kind, layout):
     """Named: a neighbour's prefill (vLLM#51902); a prefix as long as a page (SGLang#22819)."""
     m, executor = on(kernels(), kind)
-    some = texts(2, sizes(9, 40))
+    some = texts(2, sizes(6, 40))
     same, expected = alone(executor, some), judged(copy.deepcopy(m).cpu(), some)
 
     def check(i, first, logits):
