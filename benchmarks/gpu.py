@@ -47,10 +47,11 @@ def engine(asked):
                 return Case(dict(shape=name, batch=B, step=step), run, per=n_new)
             ours = [case(step, served(model, executor, B, N_PROMPT, n_new)) for step, executor in executors.items()]
             measured = take_turns(ours, asked.repeats, f'{name}, {B}')
-            # ours do not run after those: a recording of torch.compile frees the memory that cuBLAS has in all others
-            others = [] if HuggingFace.missing() else [case('transformers', compiled_on_gpu(model, B, n_new))]
+            others = []  # they run after ours: torch.compile seems to free the memory of cuBLAS that our graphs use
             if HuggingFace.missing():
                 print(f"not compared: transformers ({HuggingFace.missing()})")
+            else:
+                others.append(case('transformers', compiled_on_gpu(model, B, n_new)))
             if B == 1:
                 others.append(case('eager', generated(model, B, n_new)))
             first, *_ = measured = measured + take_turns(others, asked.repeats, f'{name}, {B}, others')

@@ -15,7 +15,7 @@ optimizer = 'muon'
 muon_lr = 0.02
 
 if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
-    # larger batches: Muon's step takes as long as some rows, however many rows a batch has
+    # batches are larger than 12 because the time of Muon's step does not depend on their size
     batch_size, max_iters = 16, 1150
     onednn = True
     if torch.cpu.get_capabilities().get('avx512_bf16'):  # elsewhere bfloat16 is slow

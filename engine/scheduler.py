@@ -124,7 +124,7 @@ class Scheduler:
         sequences, counts = map(list, zip(*plan))
         n_steps = [int(s.n_computed + n == s.length and len(s.tokens) < s.n_end and not s.siblings) for s, n in plan]
         prompt_logits = [s.prompt_logits and s.n_computed < s.n_prompt - 1 and not s.n_drawn for s in sequences]
-        # every running sequence is in the call, brings one token and draws
+        # several steps can follow each other if all running sequences bring one token each and draw
         if len(plan) == len(self.running) == sum(counts) == sum(n_steps) and not any(prompt_logits):
             n_steps = self.steps_ahead(sequences)
         tokens = [token for s, n in plan for token in s.uncomputed(n)]

@@ -20,7 +20,7 @@ from serving.engine_thread import EngineThread
 from serving.served import Served
 from tokenizer import read_text
 
-SWITCH_INTERVAL, ON_CUDA = 0.0003, 0.00005  # seconds; there the engine's thread computes in Python only
+SWITCH_INTERVAL, ON_CUDA = 0.0003, 0.00005  # seconds; on CUDA the engine's thread needs the lock more often
 BUDGET = 2048  # tokens of a step on CUDA
 WORK = 2**33   # weights times tokens of a step, by default: a few tenths of a second on two cores
 

@@ -15,7 +15,7 @@ FUTEXES = {'x86_64': 202, 'aarch64': 98}
 needs_futexes = pytest.mark.skipif(sys.platform != 'linux' or platform.machine() not in FUTEXES,
                                    reason="the calls of other systems are made of Linux's futexes")
 
-# This program hands the calls of another system to compiled code. Then it runs `work`.
+# This program gives compiled code the system calls of another system, and then runs `work`.
 CALLS = f'''
 import ctypes, sys, threading, time
 from collections import Counter
@@ -171,7 +171,7 @@ def test_steps_on_two_threads_give_the_same_tokens(tmp_path, system, clock):
 
 HIDING = """
 import asyncio, builtins, ctypes, io, os, platform, runpy, signal, subprocess, sys, time
-import filelock, numba, torch  # each system has a lock of its own
+import filelock, numba, torch  # before fcntl is hidden, because filelock has a lock for each system
 try:
     import uvicorn.main
 except ImportError:

@@ -109,9 +109,7 @@ class CallTable:
 
     def renew(self, rows):
         """Write the marks of stop tokens and the biases of `Row`s with new settings, and 0 for all other tokens."""
-        for row in rows:
-            row.settings, row.n_counted = row.sequence.settings, -1
-        i, settings = self.inputs, [row.settings for row in rows]
+        i, settings = self.inputs, [row.sequence.settings for row in rows]
         numbers = np.array([row.number for row in rows])
         on_device = self.queue.pinned(torch.from_numpy(numbers)).to(i.marks.device, non_blocking=True)
         for table, tokens, values in (
@@ -121,6 +119,8 @@ class CallTable:
             at = np.repeat(numbers, [len(ids) for ids in tokens]) * table.size(1) + np.concatenate(tokens)
             if len(at):
                 self.queue.put(table, at, np.concatenate(values))
+        for row in rows:  # once all is written
+            row.settings, row.n_counted = row.sequence.settings, -1
 
     def land(self, first, end, S):
         """

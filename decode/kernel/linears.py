@@ -383,7 +383,7 @@ def round_row(x, x_at, K, out, out_at, scratch, group_at):
         of_group = sum_lanes(total)
         scratch.scales[group_at + g], scratch.input_sums[group_at + g] = scale, scale * of_group
         scratch.starts[group_at + g] = np.int32(-ADDED * of_group) if abs(of_group) < 2**20 else 0  # 0 for a NaN
-    # int8 has no NaN, so the scale becomes one where an input is NaN or infinite
+    # int8 has no NaN, so the scale becomes NaN if an input is NaN or infinite
     scratch.scales[group_at] += sum_lanes(not_numbers)
 
 
