@@ -21,6 +21,9 @@ from positions import Positions
 
 CALIBRATED = 64       # random tokens whose pass says how much the inputs of a linear matter
 ROWS_AT_ONCE = 2**9   # of a matrix that is packed: the numbers on the way fit the caches
+# A model's weights of more bytes than CACHED come from memory at each step. One or two rows prefetch them so many bytes
+# AHEAD, which makes a step of L 1.0 to 1.3 times as fast, most in few bits; it only delays what is in caches anyhow.
+CACHED, AHEAD = 2**25, 2**13
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
 KINDS = {'float32': F32, 'bfloat16': I16, 'int8': I8, 'int4': I32}  # the same, as the kernel's code names them
 padded = padded.py_func
@@ -211,6 +214,8 @@ class PackedWeights:
             row[layout.N_INPUTS], row[layout.N_PANELS] = K, n // LANES
             size, rows = size + padded(n, SHEET * LANES) * K // GROUP * ELEMENTS[KINDS[weights]], rows + n
         self.panels = aligned(size, WEIGHTS[weights])
+        if self.panels.nbytes > CACHED:
+            self.table[:, layout.STREAMED] = AHEAD // self.panels.itemsize
         self.bias = aligned(rows, np.float32)
         self.eps = np.zeros(1, np.float32)
         norms = (len(norms_of(model)), padded(model.config.n_embd, GROUP))

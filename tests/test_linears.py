@@ -82,9 +82,10 @@ class Packed:
 
     @contextmanager
     def in_a_model(self):
-        """Within it, these linears are those of any model."""
+        """Within it, these linears are those of any model, which is large."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(weights_of_decoder, 'linears_of', lambda *_: self.linears)
+            patch.setattr(weights_of_decoder, 'CACHED', 0)
             patch.setattr(weights_of_decoder, 'input_squares', lambda _: [torch.ones(k) for w, _ in self.linears
                                                                           for k in w.shape[1:]])
             yield

@@ -41,6 +41,7 @@ from decode.kernel.layout import (
     N_PANELS,
     SCALE_GROUP,
     SHEET,
+    STREAMED,
     SUMMED_ROWS,
 )
 from decode.kernel.threads import LINE, claim, share
@@ -105,8 +106,8 @@ if LANES == 8:
 if ARM:  # a vector is two of its 32 registers; rows and panels with the fewest instructions for a product, by counting
     TILES |= {I16: (4, 2, 2, 2), I8: (4, 4, 2, 2), I32: (4, 2, 2, 2)}
     ONE_OF_SEVERAL |= {I8: 4, I32: 4}
-# Tiles of so many rows and more prefetch weights. Prefetching for a single row made a step 0.76 to 1.02 times as fast
-# (S, M, L with each type of weights, on an AMD EPYC of the Zen 4 kind).
+# Tiles of so many rows and more prefetch weights into a core's second cache, for the tiles of the next part. A tile of
+# fewer rows prefetches its own, see AHEAD in decode/weights.py.
 PREFETCH_ROWS = 3
 
 # what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh, or stored as
@@ -157,8 +158,7 @@ def multiply_tile(builder, w, w_at, ahead, x, rounded, scales, starts, input_sum
     w at w_at: a sheet of packed weights from the first of these inputs on, see linears.py. x at x_at + r * stride: row
     r, float32. For int8 and int4 weights it is read from `rounded`, 8 bits, with the scales of the groups of all rows.
     starts: where the int32 sums of these groups begin, for int8; input_sums: the sums of their inputs, for int4. The
-    sums, (n_rows, SHEET, LANES) at sums_at, are continued where `more`. Tiles of PREFETCH_ROWS rows and more prefetch
-    half as many weights at `ahead`.
+    sums, (n_rows, SHEET, LANES) at sums_at, are continued where `more`. ahead: of the weights that are prefetched.
     """
     element, x_group = w.type.pointee, builder.udiv(x_at, I64(SCALE_GROUP))
     pointers = [address(builder, *at) for at in (
@@ -223,20 +223,25 @@ class Tile:
         for total, place in zip(sums, places):
             builder.store(builder.load(total), place).align = 4
 
-    def prefetch(self, i):
-        """Tiles of several rows: prefetch half of vector number i of the sheet at `ahead`."""
+    def prefetch(self, i, *behind):
+        """
+        Prefetch vector number i of each panel at `ahead`, `behind` as in `load_vectors`. Tiles of PREFETCH_ROWS rows
+        and more prefetch half of vector number i of the sheet there.
+        """
         if self.n_rows < PREFETCH_ROWS:
-            return
-        n_groups = self.builder.udiv(self.n_inputs, I64(GROUP))
-        n_vectors = self.builder.mul(n_groups, I64(self.of_group))
-        done = self.first // self.n * SHEET // 2 * self.of_vector  # by the panels before
-        for v in range(0, SHEET // 2, 16 // LANES):
-            p = self.at(self.ahead, I8, (i, SHEET // 2 * self.of_vector), (n_vectors, done), v * self.of_vector)
-            call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(2), I32(1))  # read, level 2, data
+            terms, n, level = [(i, SHEET * self.of_vector), self.first * self.of_vector, *behind], self.n, 3
+        else:
+            n_groups = self.builder.udiv(self.n_inputs, I64(GROUP))
+            n_vectors = self.builder.mul(n_groups, I64(self.of_group))
+            done = self.first // self.n * SHEET // 2 * self.of_vector  # by the panels before
+            terms, n, level = [(i, SHEET // 2 * self.of_vector), (n_vectors, done)], SHEET // 2, 2
+        for v in range(0, n, 16 // LANES):
+            p = self.at(self.ahead, I8, *terms, v * self.of_vector)
+            call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(level), I32(1))  # read, data
 
     def load_vectors(self, i, *behind):
         """Vector number i of each panel, which lies behind so many other elements (see `at`)."""
-        self.prefetch(i)
+        self.prefetch(i, *behind)
         as_type = FLOATS if self.inputs == 1 else INTS
         at = [self.at(self.w, as_type, (i, SHEET * self.of_vector), (self.first + p) * self.of_vector, *behind)
               for p in range(self.n)]
@@ -409,15 +414,20 @@ def tile_sizes(w, n_rows, K):
 
 
 @njit(forceinline=True)
-def multiply_sheet(linears, w_at, K, x, row, n_rows, sizes, scratch):
-    """The sums of n_rows rows of x, from `row` on, and the sheet at w_at, into scratch.sums: (n_rows, SHEET, LANES)."""
+def multiply_sheet(linears, w_at, streamed, K, x, row, n_rows, sizes, scratch):
+    """
+    The sums of n_rows rows of x, from `row` on, and the sheet at w_at, into scratch.sums: (n_rows, SHEET, LANES).
+    streamed: how far ahead a tile that is alone prefetches.
+    """
     w, k = linears.panels, 0
     n_tile, most, part = sizes
     while k < K:
         n, at, r = min(part, K - k), w_at + sheet_elements(w, k), 0
         while r < n_rows:
             ahead, x_at = at, (row + r) * K + k
-            if n_tile < most and r <= n_tile:  # the first two tiles prefetch the next part, half each
+            if n_tile == most:
+                ahead += streamed
+            elif r <= n_tile:  # the first two tiles prefetch the next part, half each
                 ahead += sheet_elements(w, n) if r == 0 else sheet_elements(w, n) * 3 // 2
             multiply_tile(w, at, ahead, x, scratch.rounded, scratch.scales, scratch.starts, scratch.input_sums, x_at,
                           K, min(n_tile, n_rows - r), n, k > 0, scratch.sums, r * SHEET * LANES)
@@ -442,7 +452,7 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
         for row in range(0, n_rows, sizes[1]):
             n = min(n_rows - row, sizes[1])
             w_at = first_weight + sheet // SHEET * sheet_elements(linears.panels, K)
-            multiply_sheet(linears, w_at, K, x, row, n, sizes, scratch)
+            multiply_sheet(linears, w_at, linears.table[at + STREAMED], K, x, row, n, sizes, scratch)
             for p in range(max(sheet, panels[0]), min(sheet + SHEET, panels[1])):
                 bias = load(linears.bias, (first_panel + p) * LANES)
                 for i in range(n):
