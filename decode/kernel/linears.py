@@ -106,18 +106,14 @@ if LANES == 8:
 if ARM:  # a vector is two of its 32 registers; rows and panels with the fewest instructions for a product, by counting
     TILES |= {I16: (4, 2, 2, 2), I8: (4, 4, 2, 2), I32: (4, 2, 2, 2)}
     ONE_OF_SEVERAL |= {I8: 4, I32: 4}
-# Tiles of so many rows and more prefetch weights into a core's second cache, for the tiles of the next part. A tile of
-# fewer rows prefetches its own, see AHEAD in decode/weights.py.
-PREFETCH_ROWS = 3
-
 # what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh, or stored as
 # silu(gate) * up, where panels of gates and of ups take turns. They are int64, and no plain numbers, for each of which
 # numba would compile `linear` again
 STORE, ADD, GELU, GELU_TANH, SWIGLU = map(np.int64, range(5))
 CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in small parts that the threads claim
 
-# Vectors of a panel that all tiles multiply before the next ones are read: 128 KB of a sheet. They and the next ones,
-# which are prefetched meanwhile, fit a core's second cache.
+# Vectors of a panel that all tiles multiply before the next ones are read: 128 KB of a sheet, which fit a core's second
+# cache.
 PART = 512
 
 # all linears: their panels, a bias for each output row, and the table that says where each linear is, see layout.py
@@ -198,7 +194,6 @@ class Tile:
         self.builder, self.inputs, self.n_rows, self.n, self.first = (
             builder, INPUTS_PER_VECTOR[element], n_rows, n, first)
         self.of_vector = 4 * LANES // bytes_of(element)  # elements
-        self.of_group = ELEMENTS[element] * bytes_of(element) // 4  # vectors, but for the scales of int8
         self.w, self.ahead, self.x, self.scales, self.of_groups, self.sums, self.stride, self.n_inputs, self.more = args
         self.cells = list(product(range(n_rows), range(n)))
 
@@ -224,20 +219,10 @@ class Tile:
             builder.store(builder.load(total), place).align = 4
 
     def prefetch(self, i, *behind):
-        """
-        Prefetch vector number i of each panel at `ahead`, `behind` as in `load_vectors`. Tiles of PREFETCH_ROWS rows
-        and more prefetch half of vector number i of the sheet there.
-        """
-        if self.n_rows < PREFETCH_ROWS:
-            terms, n, level = [(i, SHEET * self.of_vector), self.first * self.of_vector, *behind], self.n, 3
-        else:
-            n_groups = self.builder.udiv(self.n_inputs, I64(GROUP))
-            n_vectors = self.builder.mul(n_groups, I64(self.of_group))
-            done = self.first // self.n * SHEET // 2 * self.of_vector  # by the panels before
-            terms, n, level = [(i, SHEET // 2 * self.of_vector), (n_vectors, done)], SHEET // 2, 2
-        for v in range(0, n, 16 // LANES):
-            p = self.at(self.ahead, I8, *terms, v * self.of_vector)
-            call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(level), I32(1))  # read, data
+        """Prefetch vector number i of each panel at `ahead`, `behind` as in `load_vectors`."""
+        for p in range(self.first, self.first + self.n, 16 // LANES):
+            at = self.at(self.ahead, I8, (i, SHEET * self.of_vector), p * self.of_vector, *behind)
+            call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), at, I32(0), I32(3), I32(1))  # read, data
 
     def load_vectors(self, i, *behind):
         """Vector number i of each panel, which lies behind so many other elements (see `at`)."""
@@ -417,18 +402,14 @@ def tile_sizes(w, n_rows, K):
 def multiply_sheet(linears, w_at, streamed, K, x, row, n_rows, sizes, scratch):
     """
     The sums of n_rows rows of x, from `row` on, and the sheet at w_at, into scratch.sums: (n_rows, SHEET, LANES).
-    streamed: how far ahead a tile that is alone prefetches.
+    streamed: how many elements ahead of those that it multiplies the first tile prefetches.
     """
     w, k = linears.panels, 0
     n_tile, most, part = sizes
     while k < K:
         n, at, r = min(part, K - k), w_at + sheet_elements(w, k), 0
         while r < n_rows:
-            ahead, x_at = at, (row + r) * K + k
-            if n_tile == most:
-                ahead += streamed
-            elif r <= n_tile:  # the first two tiles prefetch the next part, half each
-                ahead += sheet_elements(w, n) if r == 0 else sheet_elements(w, n) * 3 // 2
+            ahead, x_at = at + streamed if r == 0 else at, (row + r) * K + k
             multiply_tile(w, at, ahead, x, scratch.rounded, scratch.scales, scratch.starts, scratch.input_sums, x_at,
                           K, min(n_tile, n_rows - r), n, k > 0, scratch.sums, r * SHEET * LANES)
             r += n_tile
