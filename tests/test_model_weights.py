@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_model import tiny
 
-from model import GPT, GPTConfig
+from model import GPT
 
 
 def test_state_dict_is_nanogpts():
@@ -19,32 +19,24 @@ def test_state_dict_is_nanogpts():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_initialisation_is_nanogpts():
-    model = GPT(GPTConfig(block_size=64, vocab_size=500, n_layer=8, n_head=4, n_embd=128))
-    for name, p in model.named_parameters():
-        if name.endswith('bias'):
-            assert not p.any(), name
-        elif 'ln_' in name:
-            assert (p == 1).all(), name
-        else:
-            std = 0.02 / math.sqrt(16) if name.endswith('c_proj.weight') else 0.02
-            assert abs(p.std().item() / std - 1) < 0.05 and abs(p.mean().item()) < std / 10, name
-
-
 def test_the_same_seed_draws_nanogpts_initial_weights():
-    """nanoGPT builds wte, wpe, the blocks and lm_head in torch's default way, then fills them in that order."""
+    """
+    nanoGPT builds wte, wpe, the blocks and lm_head in torch's default way, then fills them in that order, and then
+    draws each c_proj again, with a deviation that is smaller the more layers there are.
+    """
     torch.manual_seed(3)
-    shapes = [(31, 16), (16, 16), (48, 16), (16, 16), (64, 16), (16, 64), (31, 16)]
-    for module, *size in ((torch.nn.Embedding, 31, 16), (torch.nn.Embedding, 16, 16), (torch.nn.Linear, 16, 48),
-                          (torch.nn.Linear, 16, 16), (torch.nn.Linear, 16, 64), (torch.nn.Linear, 64, 16)):
-        module(*size)
-    torch.nn.Linear(16, 31, bias=False)
-    drawn = [torch.empty(s).normal_(0, 0.02) for s in shapes]
-    model = tiny(3, n_layer=1)
-    assert torch.equal(model.transformer.wpe.weight, drawn[1])
-    assert torch.equal(model.transformer.h[0].attn.c_attn.weight, drawn[2])
-    assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, drawn[4])
-    assert torch.equal(model.lm_head.weight, drawn[6])
+    block = (48, 16), (16, 16), (64, 16), (16, 64)
+    shapes = [(31, 16), (16, 16), *block, *block, (31, 16)]
+    for i, (rows, columns) in enumerate(shapes):
+        torch.nn.Embedding(rows, columns) if i < 2 else torch.nn.Linear(columns, rows, bias=i < len(shapes) - 1)
+    drawn = [torch.empty(shape).normal_(0, 0.02) for shape in shapes]
+    for i in (3, 5, 7, 9):
+        drawn[i].normal_(0, 0.02 / math.sqrt(2 * 2))
+    drawn[0] = drawn[-1]  # one matrix
+    weights = tiny(3, n_layer=2).state_dict()
+    matrices = [w for w in weights.values() if w.dim() == 2]
+    assert all(torch.equal(w, expected) for w, expected in zip(matrices, drawn, strict=True))
+    assert all((w == float(name.endswith('weight'))).all() for name, w in weights.items() if w.dim() == 1)
 
 
 def test_parameter_count_and_cropping():
@@ -75,36 +67,13 @@ def test_mfu_counts_flops_as_palm_does():
     assert model.estimate_mfu(5, 2.0, None) is None
 
 
-def test_hooks_fire_in_every_module():
+def test_each_module_is_called_and_is_one_of_torchs():
+    """So hooks fire, what others put in the place of a module is run, as by LoRA, and quantisers find the linears."""
     model, seen = tiny().eval(), []
-    lists = torch.nn.ModuleDict, torch.nn.ModuleList
-    modules = {name: m for name, m in model.named_modules() if not isinstance(m, (GPT, *lists))}
+    containers = GPT, torch.nn.ModuleDict, torch.nn.ModuleList
+    modules = {name: m for name, m in model.named_modules() if not isinstance(m, containers)}
     for name, module in modules.items():
         module.register_forward_hook(lambda m, args, out, name=name: seen.append(name))
-        module.register_forward_pre_hook(lambda m, args: None)
     model(torch.randint(31, (1, 4)))
     assert sorted(seen) == sorted(modules)
-    compiled = []
-    model.transformer.h[1].mlp._compiled_call_impl = lambda x: compiled.append(x) or x  # what Module.compile() sets
-    model(torch.randint(31, (1, 4)))
-    assert len(compiled) == 1
-    model.transformer.h[1].mlp._compiled_call_impl = None
-    grads = []
-    model.transformer.h[0].attn.c_proj.register_full_backward_hook(lambda m, gi, go: grads.append(go[0].shape))
-    idx = torch.randint(31, (1, 4))
-    model(idx, idx)[1].backward()
-    assert grads == [(1, 4, 16)]
-
-
-def test_modules_changed_by_others_go_the_usual_way():
-    from torch.nn.utils import parametrizations, prune
-    model, idx = tiny().eval(), torch.randint(31, (1, 4))
-    before = model(idx)[0]
-    prune.l1_unstructured(model.transformer.h[0].mlp.c_fc, 'weight', 0.5)
-    pruned = model(idx)[0]
-    assert not torch.equal(before, pruned)
-    parametrizations.weight_norm(model.transformer.h[1].attn.c_proj)
-    torch.testing.assert_close(model(idx)[0], pruned)
-    model.transformer.h[2].attn.c_attn = torch.nn.Sequential(model.transformer.h[2].attn.c_attn)  # as LoRA wraps it
-    torch.testing.assert_close(model(idx)[0], pruned)
-    assert type(model.transformer.h[0].attn.c_attn) is torch.nn.Linear  # so that quantisers find it
+    assert {type(m) for name, m in modules.items() if 'c_' in name} == {torch.nn.Linear}
