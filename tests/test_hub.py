@@ -3,8 +3,8 @@ import os
 
 import pytest
 from conftest import ROOT, run
+from download_server import Hub, serving, sha_of
 from example_models import LLAMA, TEXT, chat_tokenizer, gpt
-from hub_server import serving, sha_of
 
 import formats
 from formats.hub import local_path
@@ -46,12 +46,12 @@ def files_of(folder):
 
 
 def test_it_is_downloaded_once_and_found_again_without_a_network(tmp_path):
-    with serving({'some/model': {'main': FILES}}) as hub:
+    with serving(Hub, {'some/model': {'main': FILES}}) as hub:
         folder, _ = ask('some/model', hub.address, tmp_path)
         assert files_of(folder) == {name: FILES[name] for name in READ}
         hub.asked.clear()
         assert ask('some/model', hub.address, tmp_path)[0] == folder
-        assert not [path for _, path, _ in hub.asked if '/resolve/' in path]
+        assert not [path for path, _ in hub.asked if '/resolve/' in path]
     assert ask('some/model', hub.address, tmp_path)[0] == folder
     folder, line = ask('other/model', hub.address, tmp_path)
     assert not folder and line.startswith('other/model could not be downloaded: the hub cannot be reached')
@@ -59,14 +59,14 @@ def test_it_is_downloaded_once_and_found_again_without_a_network(tmp_path):
 
 def test_a_download_that_was_cut_goes_on_where_it_ended(tmp_path):
     weights = os.urandom(2**20) * 16
-    with serving({'some/model': {'main': FILES | {'model.safetensors': weights}}}) as hub:
+    with serving(Hub, {'some/model': {'main': FILES | {'model.safetensors': weights}}}) as hub:
         hub.cut = 12 * 2**20  # it is written in parts of 10 MiB
         folder, _ = ask('some/model', hub.address, tmp_path)
-        assert files_of(folder)['model.safetensors'] == weights and any(start for _, _, start in hub.asked)
+        assert files_of(folder)['model.safetensors'] == weights and any(start for _, start in hub.asked)
 
 
 def test_a_revision_behind_an_at_sign(tmp_path):
-    with serving({'some/model': {'main': FILES, 'v1.0': FILES | {'config.json': b'{"a": 0}'}}}) as hub:
+    with serving(Hub, {'some/model': {'main': FILES, 'v1.0': FILES | {'config.json': b'{"a": 0}'}}}) as hub:
         for name in ('some/model@v1.0', 'some/model@' + sha_of('v1.0')):
             assert files_of(ask(name, hub.address, tmp_path)[0])['config.json'] == b'{"a": 0}'
         assert files_of(ask('some/model', hub.address, tmp_path)[0])['config.json'] == b'{"a": 1}'
@@ -79,13 +79,13 @@ def test_a_revision_behind_an_at_sign(tmp_path):
     ('some/gate', 'accept its terms on its page at https://huggingface.co, then run `hf auth login`'),
 ])
 def test_what_cannot_be_had_is_one_line_that_says_what_to_do(tmp_path, name, line):
-    with serving({'some/gate': {'main': FILES}}, gated=['some/gate']) as hub:
+    with serving(Hub, {'some/gate': {'main': FILES}}, gated=['some/gate']) as hub:
         folder, said = ask(name, hub.address, tmp_path)
     assert not folder and line in said
 
 
 def test_gpt2s_names_are_on_the_hub_and_their_tokenizer_is_gpt2s(tmp_path, monkeypatch):
-    with serving({'openai-community/gpt2-medium': {'main': FILES}}) as hub:
+    with serving(Hub, {'openai-community/gpt2-medium': {'main': FILES}}) as hub:
         folder, _ = ask('gpt2-medium', hub.address, tmp_path)
     assert files_of(folder)['model.safetensors'] == WEIGHTS
     monkeypatch.setattr(formats.pretrained, 'local_path', lambda name: folder)
@@ -103,7 +103,7 @@ def test_what_is_on_the_disk_is_not_looked_for_elsewhere(tmp_path, monkeypatch):
 def test_a_script_takes_a_name_on_the_hub(tmp_path):
     formats.to_huggingface(gpt(**LLAMA), tmp_path / 'hf', chat_tokenizer(TEXT))
     settings = '--device=cpu', '--temperature=0', '--max_new_tokens=8', '--num_samples=1', '--start=Hé'
-    with serving({'some/model': {'main': files_of(tmp_path / 'hf')}}) as hub:
+    with serving(Hub, {'some/model': {'main': files_of(tmp_path / 'hf')}}) as hub:
         done = run(ROOT, 'sample.py', '--init_from=some/model', *settings, **environment(hub.address, tmp_path / 'c'))
     expected = run(ROOT, 'sample.py', f"--init_from={tmp_path / 'hf'}", *settings)
     assert done.returncode == 0 and done.stdout == expected.stdout != '', done.stderr

@@ -5,13 +5,12 @@ import math
 import os
 import re
 import sys
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, run
+from download_server import Files, serving
 from example_models import LLAMA, gpt
 from tokenizers import Tokenizer
 
@@ -129,87 +128,50 @@ def test_texts_end_with_a_token_that_has_no_bytes(tmp_path):
     assert tokenizers.state_of_dataset(tmp_path)['end_tokens'] == [0]
 
 
-class Handler(BaseHTTPRequestHandler):
-    """
-    server.files: {path: bytes}; server.hashes: {path: what the header X-Linked-ETag names}. server.cut: an answer ends
-    after so many bytes. server.has_length: does it say how many there are? server.asked: [(path, Range)].
-    """
-
-    def do_GET(self):
-        server, content = self.server, self.server.files.get(self.path)
-        asked = self.headers['Range']
-        server.asked.append((self.path, asked))
-        if content is None:
-            return self.send_error(404)
-        first, last = (int(number) if number else len(content) - 1 for number in asked[6:].split('-'))
-        part, status = content[first:last + 1], 206
-        if not server.has_ranges:
-            part, status = content, 200
-        elif first >= len(content):
-            part, status = b'', 416
-        self.send_response(status)
-        if server.has_length:
-            self.send_header('Content-Length', str(len(part)))
-        if status != 200:
-            self.send_header('Content-Range', f"bytes {f'{first}-{last}' if part else '*'}/{len(content)}")
-        if self.path in server.hashes:
-            self.send_header('X-Linked-ETag', f'"{server.hashes[self.path]}"')
-        self.end_headers()
-        self.wfile.write(part[:server.cut])
-        self.close_connection = True
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
 def server():
-    with ThreadingHTTPServer(('127.0.0.1', 0), Handler) as httpd:
-        httpd.files, httpd.hashes, httpd.asked, httpd.cut, httpd.has_ranges, httpd.has_length = {}, {}, [], None, 1, 1
-        threading.Thread(target=httpd.serve_forever, args=[0.01], daemon=True).start()
-        httpd.url = f'http://127.0.0.1:{httpd.server_port}'
-        yield httpd
-        httpd.shutdown()
+    with serving(Files, {}) as server:
+        yield server
 
 
 CONTENT = bytes(range(256)) * 1000
 
 
 def test_a_download_goes_on_where_it_was_cut_and_where_it_ended(server, tmp_path):
-    server.files['/a'], path = CONTENT, str(tmp_path / 'a')
+    server.content['/a'], path = CONTENT, str(tmp_path / 'a')
     server.cut = 100_000
     for n in (65536, 131072):
         with pytest.raises(ValueError, match=f'broke off after {n:,} of 256,000 bytes: run the same'):
-            prepare_text.download(server.url + '/a', path)
+            prepare_text.download(server.address + '/a', path)
     server.cut = None
-    assert prepare_text.download(server.url + '/a', path, 150_000) == path + '.part'  # a part is enough
+    assert prepare_text.download(server.address + '/a', path, 150_000) == path + '.part'  # a part is enough
     assert (tmp_path / 'a.part').read_bytes() == CONTENT[:150_000]
-    assert prepare_text.download(server.url + '/a', path, 140_000) == path + '.part'  # nothing is asked for
-    assert prepare_text.download(server.url + '/a', path) == path
+    assert prepare_text.download(server.address + '/a', path, 140_000) == path + '.part'  # nothing is asked for
+    assert prepare_text.download(server.address + '/a', path) == path
     assert (tmp_path / 'a').read_bytes() == CONTENT and not os.path.exists(path + '.part')
     assert [asked for _, asked in server.asked] == ['bytes=0-', 'bytes=65536-', 'bytes=131072-149999', 'bytes=150000-']
-    assert prepare_text.download(server.url + '/nowhere', path) == path and len(server.asked) == 4
+    assert prepare_text.download(server.address + '/nowhere', path) == path and len(server.asked) == 4
 
 
 @pytest.mark.parametrize('has_ranges', [True, False])
 def test_all_that_is_here_already_is_whole_and_checked(server, tmp_path, has_ranges):
     """A process may have ended between the last byte and the check. Without ranges all of it comes again."""
-    server.files['/a'], server.has_ranges, path = CONTENT, has_ranges, tmp_path / 'a'
+    server.content['/a'], server.has_ranges, path = CONTENT, has_ranges, tmp_path / 'a'
     (tmp_path / 'a.part').write_bytes(CONTENT if has_ranges else b'x' * 99)
     server.hashes['/a'] = hashlib.sha256(CONTENT).hexdigest()
-    assert prepare_text.download(server.url + '/a', str(path)) == str(path) and path.read_bytes() == CONTENT
+    assert prepare_text.download(server.address + '/a', str(path)) == str(path) and path.read_bytes() == CONTENT
     (tmp_path / 'b.part').write_bytes(CONTENT[:-1] + b'x' if has_ranges else b'')
-    server.files['/b'], server.hashes['/b'] = CONTENT, hashlib.sha256(CONTENT if has_ranges else b'').hexdigest()
+    server.content['/b'], server.hashes['/b'] = CONTENT, hashlib.sha256(CONTENT if has_ranges else b'').hexdigest()
     with pytest.raises(ValueError, match='has changed or was damaged: its sha256'):
-        prepare_text.download(server.url + '/b', str(tmp_path / 'b'))
+        prepare_text.download(server.address + '/b', str(tmp_path / 'b'))
     assert not list(tmp_path.glob('b*'))
     (tmp_path / 'c.part').write_bytes(b'123')
     with pytest.raises(ValueError, match='could not be reached .*c.part has only its first 3 bytes'):
-        prepare_text.download(server.url + '/c', str(tmp_path / 'c'))
-    server.files['/e'], server.has_ranges, server.has_length = CONTENT, False, False
+        prepare_text.download(server.address + '/c', str(tmp_path / 'c'))
+    server.content['/e'], server.has_ranges, server.has_length = CONTENT, False, False
     for name in 'de':  # the length of e is not known, so nobody could say whether all of it has come
         with pytest.raises(ConnectionError):
-            prepare_text.download(f'{server.url}/{name}', str(tmp_path / name))
+            prepare_text.download(f'{server.address}/{name}', str(tmp_path / name))
         assert not (tmp_path / name).exists()
 
 
@@ -236,13 +198,13 @@ def tinystories(repo, url):
 def test_stories_are_downloaded_cut_at_their_ends_and_encoded(repo, server):
     stories = [STORY.replace('fox', f'fox number {i}').strip() for i in range(20000)]
     at = '/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-'
-    server.files[at + 'train.txt'] = '\n<|endoftext|>\n'.join(stories).encode()
-    server.files[at + 'valid.txt'] = '\n<|endoftext|>\n'.join(stories[:50]).encode()
-    with tinystories(repo, server.url) as (script, folder):
+    server.content[at + 'train.txt'] = '\n<|endoftext|>\n'.join(stories).encode()
+    server.content[at + 'valid.txt'] = '\n<|endoftext|>\n'.join(stories[:50]).encode()
+    with tinystories(repo, server.address) as (script, folder):
         done = run(repo, script, '--megabytes=1', '--vocab_size=300')
         assert done.returncode == 0 and 'from TinyStories; vocabulary 300' in done.stdout, done.stderr
         assert [asked for _, asked in server.asked] == ['bytes=0-199999', 'bytes=0-999999']
-        whole = server.files[at + 'train.txt'][:10**6].decode(errors='ignore').split('<|endoftext|>')[:-1]
+        whole = server.content[at + 'train.txt'][:10**6].decode(errors='ignore').split('<|endoftext|>')[:-1]
         theirs = Tokenizer.from_file(str(folder / 'tokenizer.json'))
         for split, expected in (('train', [text.strip() for text in whole]), ('val', stories[:49])):
             ids = np.fromfile(folder / f'{split}.bin', np.uint16).tolist()
@@ -260,4 +222,3 @@ def test_stories_are_downloaded_cut_at_their_ends_and_encoded(repo, server):
         done = run(repo, script, '--vocab_size=260')
         assert done.returncode == 0 and '!! USING A STAND-IN: the docstrings of mine' in done.stderr
         assert 'stand-in' in json.loads((folder / 'meta.json').read_text())['source']
-
