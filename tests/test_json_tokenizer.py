@@ -5,7 +5,6 @@ import threading
 import time
 
 import pytest
-import torch
 from example_models import CHAT, TEXT, UNTIED, gpt, json_tokenizer, sentencepiece_tokenizer
 from tokenizers import Tokenizer
 
@@ -122,11 +121,9 @@ def test_sentencepiece_with_bytes_is_the_librarys():
 
 @pytest.mark.parametrize('files, expected', [
     ({}, dict()),
-    ({'config.json': dict(eos_token_id=2)}, dict(end_tokens=[2])),
     ({'config.json': dict(eos_token_id=2), 'generation_config.json': dict(eos_token_id=[5, 7])},
      dict(end_tokens=[5, 7, 2])),
     ({'config.json': dict(eos_token_id=2), 'generation_config.json': dict(eos_token_id=None)}, dict(end_tokens=[2])),
-    ({'config.json': dict(eos_token_id=0), 'generation_config.json': dict(temperature=0.6)}, dict(end_tokens=[0])),
     ({'generation_config.json': dict(eos_token_id=[])}, dict(end_tokens=[])),
     ({'tokenizer_config.json': dict(bos_token='<s>', eos_token=dict(content='</s>', lstrip=False), unk_token=None,
                                     cls_token='<cls>', add_bos_token=True)},
@@ -175,8 +172,6 @@ def test_a_tokenizer_goes_through_checkpoints_and_folders(tmp_path, ends):
     settings = transformers.GenerationConfig.from_pretrained(tmp_path / 'hf')
     assert config.bos_token_id == 1 and config.eos_token_id == settings.eos_token_id == (
         ends if len(ends) > 1 else ends[0])
-    restored = checkpoint.build(checkpoint.load(tmp_path / 'ckpt.pt'), type(model), type(model.config))
-    assert restored.config == model.config and torch.equal(restored.lm_head.weight, model.lm_head.weight)
 
 
 NAMES = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<pad>']
