@@ -16,7 +16,7 @@ import torch
 import tokenizer as tokenizers
 from formats import check_vocabulary, files_of, from_pretrained
 from formats.names import GPT2
-from formats.weights import check_weights, is_dense, once
+from formats.weights import bare_name, check_weights, is_dense
 from whole_file import replacing
 
 ZIP_START = b'PK\x03\x04'
@@ -45,10 +45,6 @@ def load(path, device='cpu'):
     of a checkpoint.
     """
     if not os.path.isfile(path):
-        folder = os.path.dirname(path)
-        if os.path.isfile(os.path.join(folder, 'ckpt', 'index.json')):
-            raise ValueError(f"no checkpoint {path}, and {folder}/ckpt is one in parts: make a ckpt.pt of it with "
-                             "export.py --to=ckpt of the version that wrote it")
         raise ValueError(f"no checkpoint {path}: train one first, with "
                          "python train.py config/train_shakespeare_char.py")
     with open(path, 'rb') as f:
@@ -131,7 +127,7 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
         raise ValueError(f"the checkpoint's model_args lack {', '.join(missing)}: it cannot be built")
     try:
         config = GPTConfig(**args)
-        check_weights(config, GPT2, once(checkpoint['model'].items()))
+        check_weights(config, GPT2, {bare_name(name): w for name, w in checkpoint['model'].items()})
         model = GPT(config)
         model.load_state_dict(checkpoint['model'])
     except (ValueError, RuntimeError) as e:

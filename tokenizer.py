@@ -316,7 +316,8 @@ def state_of_dataset(folder):
         return {k: meta[k] for k in ('kind', 'chars') if k in meta}
     if os.path.exists(path):
         return {'kind': 'json', 'json': read_text(path)} | state_beside(folder)
-    return {'kind': 'unknown'} if 'vocab_size' in meta or not is_gpt2(folder) else GPT2
+    family = read_downloaded(os.path.join(folder, 'config.json')).get('model_type', 'gpt2')
+    return {'kind': 'unknown'} if 'vocab_size' in meta or family != 'gpt2' else GPT2
 
 
 def state_beside(folder):
@@ -326,11 +327,7 @@ def state_beside(folder):
     ValueError if one of them is damaged.
     """
     def read(name):
-        path = os.path.join(folder, name)
-        try:
-            return read_json(path) if os.path.exists(path) else {}
-        except ValueError as e:
-            raise ValueError(f"{path} cannot be read ({e}): is the download complete?") from e
+        return read_downloaded(os.path.join(folder, name))
     config, state = read('special_tokens_map.json') | read('tokenizer_config.json'), {}
     named = {name: token.get('content') if isinstance(token, dict) else token for name, token in config.items()}
     named = {name: text for name, text in named.items() if name in ROLES and isinstance(text, str)}
@@ -364,14 +361,6 @@ def state_beside(folder):
                                  f"{ends!r:.50}")
             state['end_tokens'] = list(dict.fromkeys(state.get('end_tokens', []) + several))
     return state
-
-
-def is_gpt2(folder):
-    """False for the folder of a model of another family: it has a config.json with another model_type."""
-    try:
-        return read_json(os.path.join(folder, 'config.json')).get('model_type', 'gpt2') == 'gpt2'
-    except (OSError, ValueError):  # a data folder has none; what is damaged is read elsewhere
-        return True
 
 
 def read_meta(folder):
@@ -426,6 +415,17 @@ def read_json(path):
     if not isinstance(content, dict):
         raise ValueError(f"it must hold a dict, but it holds a {type(content).__name__}")
     return content
+
+
+def read_downloaded(path):
+    """
+    The dict in a JSON file of a folder that may have been downloaded in part; {} where there is no such file.
+    ValueError if it cannot be read.
+    """
+    try:
+        return read_json(path) if os.path.exists(path) else {}
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): is the download complete?") from e
 
 
 def read_json_lines(path, form, is_good):

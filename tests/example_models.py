@@ -1,7 +1,6 @@
 """Small models whose every weight counts; texts and byte pairs for the tests of formats/."""
 import json
 import os
-import random
 
 import pytest
 import tokenizers
@@ -26,6 +25,20 @@ MISTRAL = UNTIED | dict(window=5)
 QWEN2 = UNTIED | dict(qkv_bias=True, tied=True)
 QWEN3 = UNTIED | dict(qk_norm=True, head_dim=12)
 ALIBI = dict(block_size=24, vocab_size=128, n_layer=2, n_head=6, n_embd=48, bias=False, position='alibi')
+FAMILIES = [  # config, the family of transformers that computes the same
+    (HARD, 'gpt2'), (EASY, 'gpt2'), (EASY | dict(bias=True, gelu='tanh', dropout=0.1), 'gpt2'),
+    (HARD | dict(n_kv_head=1), 'gpt2'),                  # rows of keys and values are repeated
+    (EASY | dict(position='none', n_kv_head=1), 'gpt2'),  # positions of zeros
+    (ROPE | dict(n_kv_head=0), 'starcoder2'), (ROPE | dict(bias=True, gelu='tanh', dropout=0.1), 'starcoder2'),
+    (ROPE | dict(n_kv_head=1, window=5), 'starcoder2'), (ROPE | dict(bias=True, window=23), 'starcoder2'),
+    (ALIBI, 'mpt'), (ALIBI | dict(n_head=4, dropout=0.1), 'mpt'), (ALIBI | dict(n_head=12, n_kv_head=3), 'mpt'),
+    (UNTIED, 'llama'), (UNTIED | dict(tied=True, bias=True, head_dim=12, n_kv_head=0), 'llama'),
+    (LLAMA3 | dict(dropout=0.1), 'llama'),
+    (LLAMA3 | dict(tied=False, rope_scaling=(32.0, 1.0, 4.0, 64), head_dim=16), 'llama'),
+    (MISTRAL, 'mistral'), (MISTRAL | dict(tied=True, head_dim=6, window=23, n_kv_head=1), 'mistral'),
+    (QWEN2, 'qwen2'), (QWEN2 | dict(tied=False, window=5), 'qwen2'),
+    (QWEN3, 'qwen3'), (QWEN3 | dict(tied=True, window=9, n_inner=37), 'qwen3'),
+]
 
 
 def large(seed, dtype=torch.float64, **changes):
@@ -53,47 +66,11 @@ def gpt(**config):
     return model
 
 
-SHAPES = [(2, 1, 16), (4, 2, 8), (4, 4, 12), (6, 2, 10), (6, 3, 16)]  # n_head, n_kv_head, head_dim
-
-
-def llama_like(seed):
-    """
-    A model of Llama's family in transformers, with drawn sizes and weights, and what it is in the fields of our config.
-    The number of the seed says which family it is and what it has, so that all of this comes in few of them.
-    """
-    import transformers
-    rng, n = random.Random(seed), seed // 4
-    family = ('llama', 'mistral', 'qwen2', 'qwen3')[seed % 4]
-    tied, special, has_bias = n % 2 == 0, n % 3 > 0, n % 4 > 1
-    (n_head, n_kv_head, head_dim), theta = rng.choice(SHAPES), rng.choice([1000.0, 10000.0, 500000.0])
-    n_embd = n_head * head_dim if family == 'qwen2' else n_head * rng.choice([head_dim, 7, 12])
-    rope, settings, expected = dict(rope_type='default', rope_theta=theta), {}, dict(tied=tied, head_dim=head_dim)
-    if family == 'llama':
-        settings = dict(attention_bias=has_bias, mlp_bias=has_bias)
-        if special:  # of the three kinds of frequencies, these have some each
-            rope |= dict(rope_type='llama3', factor=rng.choice([4.0, 32.0]), low_freq_factor=1.0, high_freq_factor=4.0,
-                         original_max_position_embeddings=32)
-            expected['rope_scaling'] = (rope['factor'], 1.0, 4.0, 32)
-        expected['bias'] = has_bias
-    if family == 'mistral':
-        settings = dict(sliding_window=rng.choice([2, 5, 9]) if special else rng.choice([None, 200]))
-        expected['window'] = settings['sliding_window'] if special else 0
-    if family == 'qwen2':
-        settings = dict(use_sliding_window=special and has_bias, sliding_window=7, max_window_layers=0)
-        expected |= dict(window=7 * (special and has_bias), qkv_bias=True)
-    if family in ('llama', 'mistral', 'qwen3'):
-        settings['head_dim'] = head_dim
-    name = family.capitalize()
-    torch.manual_seed(seed)
-    theirs = getattr(transformers, name + 'ForCausalLM')(getattr(transformers, name + 'Config')(
-        vocab_size=rng.choice([50, 97]), hidden_size=n_embd, intermediate_size=rng.choice([37, 100, 3 * n_embd]),
-        num_hidden_layers=rng.choice([1, 2, 3]), num_attention_heads=n_head, num_key_value_heads=n_kv_head,
-        max_position_embeddings=48, rms_norm_eps=rng.choice([1e-5, 1e-6]), tie_word_embeddings=tied,
-        rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=None, **settings)).eval()
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return theirs, expected | dict(n_kv_head=n_kv_head, rope_theta=theta, qk_norm=family == 'qwen3')
+def fields_in_files(config):
+    """The fields of a config that come back from a file: no dropout, and zeros for positions and biases it lacks."""
+    has_biases = config.norm == 'layer' and config.position != 'alibi'
+    return vars(config) | dict(dropout=0.0, bias=config.bias or has_biases,
+                               position='learned' if config.position == 'none' else config.position)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Checkpoints: never half-written, loaded without running what is in them; nanoGPT's load too."""
+import io
 import os
 import pickle
 import re
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,23 +13,20 @@ from checkpoint import SIZES
 from model import GPT, GPTConfig
 from training.checkpointer import Checkpointer
 
-
-def small():
-    torch.manual_seed(0)
-    return GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8, bias=False)).eval()
+ARGS = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, bias=False, vocab_size=11, dropout=0.0)
 
 
-def nanogpt_checkpoint(model):
+def nanogpt_checkpoint(model=None):
     """As nanoGPT saves it: no tokenizer, no RNG. An old one: mask buffers, and the prefix of a compiled model."""
-    args = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, bias=False, vocab_size=11, dropout=0.0)
+    model = model or GPT(GPTConfig(**ARGS))
     state = {'_orig_mod.' + k: v for k, v in model.state_dict().items()}
     state['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, 8, 8)
-    return {'model': state, 'optimizer': {}, 'model_args': args, 'iter_num': 5, 'best_val_loss': torch.tensor(1.5),
+    return {'model': state, 'optimizer': {}, 'model_args': ARGS, 'iter_num': 5, 'best_val_loss': torch.tensor(1.5),
             'config': {'dataset': 'mine', 'learning_rate': 1e-3}}
 
 
 def test_a_checkpoint_of_nanogpt_loads(tmp_path, monkeypatch):
-    model = small()
+    model = GPT(GPTConfig(**ARGS)).eval()
     torch.save(nanogpt_checkpoint(model), tmp_path / 'ckpt.pt')
     loaded = checkpoints.load(str(tmp_path / 'ckpt.pt'))
     again = checkpoints.build(loaded, GPT, GPTConfig).eval()
@@ -63,32 +60,23 @@ class Evil:
         return os.mkdir, ('evil',)
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save({'model': {}, 'model_args': {}, 'x': Evil()}, 'ckpt.pt')
-    with pytest.raises(ValueError, match='ckpt.pt cannot be read'):
-        checkpoints.load('ckpt.pt')
-    assert not os.path.exists('evil')
-
-
-def test_what_is_no_checkpoint_ends_in_one_line(tmp_path):
+def test_what_is_no_checkpoint_ends_in_one_line_and_no_code_in_it_is_run(tmp_path, monkeypatch):
     path = tmp_path / 'ckpt.pt'
-    checkpoints.save(nanogpt_checkpoint(small()), str(path))
+    checkpoints.save(nanogpt_checkpoint(), str(path))
     whole = path.read_bytes()
-    torch.save(nanogpt_checkpoint(small()), path, _use_new_zipfile_serialization=False)
+    torch.save(nanogpt_checkpoint(), path, _use_new_zipfile_serialization=False)
     old_format = path.read_bytes()  # of torch before 1.6, which has no checksums
-    for content in (b'', b'nonsense', b'PK\x03\x04 torn', whole[:10], whole[:len(whole) // 2], whole[:-1], old_format):
+    monkeypatch.chdir(tmp_path)
+    torch.save({'model': {}, 'model_args': {}, 'x': Evil()}, path)
+    for content in (path.read_bytes(), b'', b'nonsense', b'PK\x03\x04 torn', whole[:-1], old_format):
         path.write_bytes(content)
         with pytest.raises(ValueError, match='cannot be read'):
             checkpoints.load(str(path))
+    assert not os.path.exists('evil')
     torch.save({'weights': 1}, path)
     with pytest.raises(ValueError, match='not a checkpoint'):
         checkpoints.load(str(path))
     with pytest.raises(ValueError, match='train one first'):
-        checkpoints.load(str(tmp_path / 'nothing.pt'))
-    os.makedirs(tmp_path / 'ckpt')
-    (tmp_path / 'ckpt' / 'index.json').write_text('{}')  # what --parallel=fsdp wrote in earlier versions
-    with pytest.raises(ValueError, match='ckpt is one in parts: make a ckpt.pt of it with export.py --to=ckpt'):
         checkpoints.load(str(tmp_path / 'nothing.pt'))
 
 
@@ -115,20 +103,17 @@ def test_newest_first(tmp_path, monkeypatch):
     assert checkpoints.newest_first() == ['out-b/ckpt.pt', 'out/ckpt.pt']
 
 
-def equal(a, b):
-    """Are two checkpoints the same, tensors bit for bit?"""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
-    return type(a) is type(b) and a == b
+def saved(checkpoint):
+    """The bytes of its file."""
+    torch.save(checkpoint, file := io.BytesIO())
+    return file.getvalue()
 
 
 def test_no_flipped_byte_no_zeroed_sector_and_no_flipped_bit_loads_as_something_else(tmp_path):
     """A bit of the zip's directory marks an entry as a folder, for which torch returns uninitialised memory."""
     path = tmp_path / 'ckpt.pt'
-    checkpoints.save(nanogpt_checkpoint(small()) | {'best_val_loss': 1.5}, str(path))
-    whole, content = path.read_bytes(), checkpoints.load(str(path))
+    checkpoints.save(nanogpt_checkpoint() | {'best_val_loss': 1.5}, str(path))
+    whole, expected = path.read_bytes(), saved(checkpoints.load(str(path)))
 
     def loads(damaged):
         path.write_bytes(damaged)
@@ -136,7 +121,7 @@ def test_no_flipped_byte_no_zeroed_sector_and_no_flipped_bit_loads_as_something_
             loaded = checkpoints.load(str(path))
         except ValueError:
             return False
-        assert equal(loaded, content)
+        assert saved(loaded) == expected
         return True
     directory = whole.index(b'PK\x01\x02')
     damages = [(i, bytes([255 - whole[i]])) for i in range(0, len(whole), sizes(97, 7))]
@@ -157,17 +142,15 @@ def test_no_flipped_byte_no_zeroed_sector_and_no_flipped_bit_loads_as_something_
     (dict(tokenizer={'chars': 'ab'}), "with its kind"), (dict(tokenizer={'kind': 'char'}), 'chars, a string')])
 def test_wrong_contents_are_refused_in_words(tmp_path, change, message):
     path = str(tmp_path / 'ckpt.pt')
-    torch.save(nanogpt_checkpoint(small()) | change, path)
+    torch.save(nanogpt_checkpoint() | change, path)
     with pytest.raises(ValueError, match=f'ckpt.pt is not a checkpoint of train.py: .*{message}'):
         checkpoints.load(path)
 
 
 @pytest.mark.parametrize('change, message', [
-    (dict(n_layer='1'), "n_layer must be a positive integer up to 4,096, not '1'"), (dict(n_head=None), 'not None'),
+    (dict(n_layer='1'), "n_layer must be a positive integer up to 4,096, not '1'"),
     (dict(dropout='0'), r"dropout must be in \[0, 1\), not '0'"),
-    (dict(bias=0), 'bias must be True or False, not 0'), (dict(n_embd=True), 'positive integer .* not True'),
     *[({name: size}, f'{name} must be .* up to') for name in SIZES for size in (0, 2**62)],
-    (dict(n_layer=10**6), 'n_layer must be .* up to 4,096'),
     # any number of heads fits the weights, so a default would compute something else in silence
     (dict(n_head=..., vocab_size=...), 'model_args lack n_head, vocab_size'),  # ...: left out
     (dict(bias=True), 'do not fit: .*Missing key'),
@@ -178,24 +161,17 @@ def test_wrong_contents_are_refused_in_words(tmp_path, change, message):
     (dict(n_embd=2**24), r'n_embd are \(11, 16777216\), but wte.weight is'),
 ])
 def test_wrong_model_args_are_refused_in_words(change, message):
-    checkpoint = nanogpt_checkpoint(small())
+    checkpoint = nanogpt_checkpoint()
     checkpoint['model_args'] = {k: v for k, v in (checkpoint['model_args'] | change).items() if v is not ...}
     with pytest.raises(ValueError, match=message):
         checkpoints.build(checkpoint, GPT, GPTConfig)
 
 
-def test_a_weight_under_two_names_is_loaded_only_if_its_values_are_the_same():
-    checkpoint, other = nanogpt_checkpoint(small()), torch.full((11, 8), float('nan'))
-    args, state = checkpoint['model_args'], checkpoint['model']
-    tied = '_orig_mod.lm_head.weight', '_orig_mod.transformer.wte.weight'
-    for change, message in (
-            ({name: other for name in tied}, None),
-            ({'transformer.wte.weight': state[tied[1]].clone()}, None),
-            ({tied[0]: other}, 'lm_head.weight is not wte.weight'),
-            ({'transformer.ln_f.weight': torch.zeros(8)}, 'ln_f.weight are there twice, with different values')):
-        changed = {'model': state | change, 'model_args': args}
-        with pytest.raises(ValueError, match=message) if message else nullcontext():
-            checkpoints.build(changed, GPT, GPTConfig)
+def test_a_tied_weight_that_is_not_a_number_is_one_weight():
+    """NaN is not equal to itself."""
+    checkpoint, other = nanogpt_checkpoint(), torch.full((11, 8), float('nan'))
+    tied = dict.fromkeys(('_orig_mod.lm_head.weight', '_orig_mod.transformer.wte.weight'), other)
+    checkpoints.build(checkpoint | {'model': checkpoint['model'] | tied}, GPT, GPTConfig)
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next_run_and_nothing_else(tmp_path, monkeypatch):

@@ -16,10 +16,8 @@ import torch
 from conftest import ENVIRONMENT, ROOT, run, sizes
 from example_models import (
     CHAT,
-    EASY,
     HARD,
     LLAMA,
-    LLAMA3,
     QWEN2,
     QWEN3,
     ROPE,
@@ -41,11 +39,10 @@ import model as plain_model
 import tokenizer as tokenizers
 from decode.weights import PackedWeights
 from engine import Engine
-from formats import from_gguf
-from formats.from_gguf import GGUFFile, Header
+from formats.from_gguf import GGUFFile
 from formats.huggingface import huggingface_weights
 from model import GPT, GPTConfig
-from tokenizer import CharTokenizer, byte_level_alphabet
+from tokenizer import byte_level_alphabet
 
 gguf = pytest.importorskip('gguf', reason="gguf is not installed")
 F32 = gguf.GGMLQuantizationType.F32
@@ -78,32 +75,8 @@ def load(path, **how):
     return formats.from_pretrained(GPT, GPTConfig, str(path), {}, **how).eval()
 
 
-TANH = dict(gelu='tanh', bias=True)  # llama.cpp's GELU, which a file does not name
-FAMILIES = [  # config, the architecture in the file
-    (HARD | TANH, 'gpt2'), (EASY | TANH, 'gpt2'), (EASY | TANH | dict(n_kv_head=1), 'gpt2'),
-    (ROPE | TANH, 'starcoder2'), (ROPE | TANH | dict(n_kv_head=3), 'starcoder2'),
-    (UNTIED, 'llama'), (UNTIED | dict(tied=True, n_kv_head=0), 'llama'),
-    (UNTIED | dict(bias=True, head_dim=12), 'llama'),
-    (LLAMA3, 'llama'), (LLAMA3 | dict(rope_scaling=(32.0, 1.0, 4.0, 64), head_dim=16), 'llama'),
-    (QWEN2, 'qwen2'), (QWEN2 | dict(tied=False), 'qwen2'),
-    (QWEN3, 'qwen3'), (QWEN3 | dict(tied=True, n_inner=37), 'qwen3'),
-]
-
-
-@pytest.mark.parametrize('config, architecture', FAMILIES)
-def test_what_we_write_is_read_back_to_the_bit(tmp_path, config, architecture):
-    model = gpt(**config)
-    formats.to_gguf(model, tmp_path / 'model.gguf')
-    back = GPT.from_pretrained(str(tmp_path / 'model.gguf')).eval()
-    assert GGUFFile(str(tmp_path / 'model.gguf')).fields['general.architecture'] == architecture
-    assert vars(back.config) == vars(model.config)
-    theirs, ours = back.state_dict(), model.state_dict()
-    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
-    assert (back.lm_head.weight is back.transformer.wte.weight) == config.get('tied', True)
-
-
 @pytest.mark.parametrize('config, architecture', [(UNTIED, 'llama'), (QWEN2, 'qwen2'), (QWEN3, 'qwen3'),
-                                                  (ROPE | TANH, 'starcoder2')])
+                                                  (ROPE | dict(gelu='tanh', bias=True), 'starcoder2')])
 def test_a_window_that_a_file_names(tmp_path, config, architecture):
     formats.to_gguf(gpt(**config), tmp_path / 'model.gguf')
     rewrite(tmp_path / 'model.gguf', {f'{architecture}.attention.sliding_window': 7})
@@ -149,7 +122,7 @@ def test_each_type_of_numbers(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize('config, weights', [(UNTIED, 'int8'), (LLAMA, 'int4'), (QWEN2, 'bfloat16'),
-                                             (HARD | TANH, 'int8'), (ROPE | TANH, 'int8')])
+                                             (HARD, 'int8'), (ROPE, 'int8')])
 @pytest.mark.parametrize('write', [formats.to_gguf, formats.to_huggingface])
 def test_matrices_that_are_read_when_they_are_packed(tmp_path, config, weights, write):
     path = str(tmp_path / ('model.gguf' if write is formats.to_gguf else 'hf'))
@@ -213,33 +186,20 @@ REFUSED = [  # fields and tensors of a llama that are changed, what the line has
 def small(tmp_path_factory):
     """The bytes of a small llama with a tokenizer."""
     path = tmp_path_factory.mktemp('small') / 'model.gguf'
-    write_with_tokenizer(path, json_tokenizer(TEXT, 300), {'tokenizer.ggml.pre': 'gpt-2'})
+    formats.to_gguf(gpt(**LLAMA | dict(vocab_size=304)), path, tokenizer=json_tokenizer(TEXT))
     return path.read_bytes()
 
 
 @pytest.mark.parametrize('fields, tensors, line', REFUSED)
-def test_what_cannot_be_represented_is_refused_by_name(small, tmp_path, fields, tensors, line):
+def test_what_cannot_be_represented_is_refused_by_name(small, tmp_path, monkeypatch, fields, tensors, line):
+    """What the header says, before weights are read."""
     (tmp_path / 'model.gguf').write_bytes(small)
     rewrite(tmp_path / 'model.gguf', fields, tensors)
+    if not tensors:
+        monkeypatch.setattr(GGUFFile, 'numbers', lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ValueError) as refused:
         checkpoint.load_model(str(tmp_path / 'model.gguf'), '', plain_model)
     assert line in str(refused.value) and 'model.gguf' in str(refused.value) and '\n' not in str(refused.value)
-
-
-def test_the_header_is_read_once(small, tmp_path, monkeypatch):
-    (tmp_path / 'model.gguf').write_bytes(small)
-    headers = []
-    monkeypatch.setattr(from_gguf, 'Header', lambda data: headers.append(Header(data)) or headers[-1])
-    checkpoint.load_model(str(tmp_path / 'model.gguf'), '', plain_model)
-    assert len(headers) == 1
-
-
-def test_what_the_header_says_is_refused_before_weights_are_read(small, tmp_path, monkeypatch):
-    (tmp_path / 'model.gguf').write_bytes(small)
-    rewrite(tmp_path / 'model.gguf', {'llama.expert_count': 8})
-    monkeypatch.setattr(GGUFFile, 'numbers', lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(ValueError, match='expert_count'):
-        load(tmp_path / 'model.gguf')
 
 
 def test_a_damaged_file_is_one_line(small, tmp_path):
@@ -288,23 +248,11 @@ def texts(n, seed=0):
 WIDE = TEXT + ''.join(texts(300, seed=1))
 
 
-def write_with_tokenizer(path, tokenizer, fields=(), **config):
-    """Write a small llama with a tokenizer, as llama.cpp's converter writes it. Returns what is read of it."""
-    formats.to_gguf(gpt(**LLAMA | dict(vocab_size=tokenizer.vocab_size + 4) | config), path)
-    content = json.loads(tokenizer.json)
-    added = {token['id']: token for token in content['added_tokens']}
-    names = {i: text for text, i in content['model']['vocab'].items()} | {i: t['content'] for i, t in added.items()}
-    tokens = [names.get(i, f'[PAD{i}]') for i in range(tokenizer.vocab_size + 4)]
-    types = [(3 if added[i]['special'] else 4) if i in added else 1 if i in names else 5 for i in range(len(tokens))]
-    merges, of_kind = [''.join(pair) for pair in content['model']['merges']], {}
-    if content['decoder']['type'] == 'ByteLevel':
-        of_kind = {'tokenizer.ggml.merges': [' '.join(pair) for pair in content['model']['merges']]}
-    else:
-        types = [6 if text.startswith('<0x') else 2 if text == '<unk>' else type for text, type in zip(tokens, types)]
-        ranks = {text: -float(i) for i, text in enumerate(merges)}
-        of_kind = {'tokenizer.ggml.scores': [ranks.get(text, -1e6) for text in tokens]}
-    rewrite(path, {'tokenizer.ggml.model': 'gpt2' if 'tokenizer.ggml.merges' in of_kind else 'llama',
-                   'tokenizer.ggml.tokens': tokens, 'tokenizer.ggml.token_type': types} | of_kind | dict(fields))
+def write_with_tokenizer(path, tokenizer, fields):
+    """Write a small llama with a tokenizer, or None, and these fields. Returns the tokenizer that is read."""
+    n = tokenizer.vocab_size + 4 if tokenizer else len(fields['tokenizer.ggml.tokens'])
+    formats.to_gguf(gpt(**LLAMA | dict(vocab_size=n)), path, tokenizer=tokenizer)
+    rewrite(path, fields)
     return tokenizers.from_state(formats.files_of(str(path)).tokenizer_state())
 
 
@@ -319,7 +267,7 @@ def assert_llama_cpp_makes_the_same_ids(path, ours, n, changed=str):
 @pytest.mark.parametrize('rule', ['gpt-2', 'smollm', 'starcoder', 'qwen2', 'llama-bpe', 'default', None])
 def test_llama_cpp_splits_texts_by_the_same_rules(tmp_path, rule):
     path, tokenizer = tmp_path / 'model.gguf', json_tokenizer(WIDE, 900)
-    fields = {'tokenizer.ggml.pre': rule, 'tokenizer.ggml.bos_token_id': 0, 'tokenizer.ggml.eos_token_id': 0}
+    fields = {'tokenizer.ggml.pre': rule, 'tokenizer.ggml.add_bos_token': None}
     if rule == 'llama-bpe':  # whose words are tokens also where no merges lead to them
         merges = json.loads(tokenizer.json)['model']['merges']
         fields['tokenizer.ggml.merges'] = [' '.join(pair) for pair in merges[:len(merges) // 2]]
@@ -333,8 +281,13 @@ def test_llama_cpp_splits_texts_by_the_same_rules(tmp_path, rule):
 @pytest.mark.parametrize('prefix', [True, False])
 def test_llama_cpp_makes_the_same_of_sentencepiece(tmp_path, prefix):
     path = tmp_path / 'model.gguf'
-    tokenizer = sentencepiece_tokenizer(WIDE.replace('<|', ''))  # names of special tokens
-    ours = write_with_tokenizer(path, tokenizer, {
+    model = json.loads(sentencepiece_tokenizer(WIDE.replace('<|', '')).json)['model']  # without names of special tokens
+    tokens, types = sorted(model['vocab'], key=model['vocab'].get), {'<unk>': 2, '<s>': 3, '</s>': 3}
+    ranks = {''.join(pair): -float(i) for i, pair in enumerate(model['merges'])}
+    ours = write_with_tokenizer(path, None, {
+        'tokenizer.ggml.model': 'llama', 'tokenizer.ggml.tokens': tokens,
+        'tokenizer.ggml.token_type': [types.get(text, 6 if text.startswith('<0x') else 1) for text in tokens],
+        'tokenizer.ggml.scores': [ranks.get(text, -1e6) for text in tokens],
         'tokenizer.ggml.add_space_prefix': prefix, 'tokenizer.ggml.bos_token_id': 1, 'tokenizer.ggml.eos_token_id': 2,
         'tokenizer.ggml.unknown_token_id': 0})
     assert ours.begins == [1] and ours.end_tokens == (2,) and ours.strips == prefix
@@ -361,23 +314,14 @@ def test_what_else_a_file_says_of_its_tokenizer(tmp_path):
     assert torch.equal(back.lm_head.weight, model.lm_head.weight)
 
 
-def test_our_characters_are_read_back(tmp_path):
-    ours = CharTokenizer.of_text(TEXT)
-    formats.to_gguf(gpt(**EASY | dict(vocab_size=ours.vocab_size + 3)), tmp_path / 'model.gguf', tokenizer=ours)
-    assert checkpoint.load_model(str(tmp_path / 'model.gguf'), '', plain_model)[1].chars == ours.chars
-
-
 # the scripts
 
 def test_the_scripts_take_a_file(small, repo):
     (repo / 'model.gguf').write_bytes(small)
     settings = '--init_from=model.gguf', '--device=cpu'
     sampled = [run(repo, 'sample.py', *settings, '--num_samples=1', '--max_new_tokens=8', '--start=Hé', *more)
-               for more in ([], ['--weights=int8'], ['--weights=int8', '--speculate=ngram'])]
-    assert [done.returncode for done in sampled] == [0, 0, 0], sampled
-    assert sampled[0].stdout.startswith('Hé') and sampled[1].stdout == sampled[2].stdout
-    exported = run(repo, 'export.py', '--init_from=model.gguf')
-    assert exported.returncode == 0 and 'out-model/hf, a llama' in exported.stderr, exported.stderr
+               for more in ([], ['--weights=int8'])]
+    assert all(done.returncode == 0 and done.stdout.startswith('Hé') for done in sampled), sampled
     refused = run(repo, 'train.py', *settings, '--dataset=shakespeare_char', '--block_size=16')
     assert refused.returncode == 2 and 'has another tokenizer' in refused.stderr, refused.stderr
 

@@ -1,11 +1,10 @@
 """Outside judges: models of transformers with the same weights, and llama.cpp's context shift."""
-import functools
 import random
 
 import pytest
 import torch
 from conftest import sizes
-from example_models import LLAMA3, UNTIED, f32, llama_like
+from example_models import LLAMA3, UNTIED, f32
 from test_cells import logits_of
 from test_executors import Slots, Text
 
@@ -14,70 +13,74 @@ from decode.eager import EagerExecutor
 from kvcache.llamacpp.cache import CellCache
 from model import GPT
 
-SIZES = dict(vocab_size=50, n_layer=3, n_embd=48)
+STARCODER2 = dict(vocab_size=50, num_hidden_layers=3, hidden_size=48, intermediate_size=192, use_bias=True,
+                  max_position_embeddings=24, rope_parameters=dict(rope_type='default', rope_theta=1000.0),
+                  bos_token_id=None, eos_token_id=None)
+MPT = dict(vocab_size=50, n_layers=3, d_model=48, max_seq_len=24)
+GPT2 = dict(vocab_size=50, n_layer=3, n_embd=48, n_positions=24, n_head=4)
+JUDGES = [  # a family of transformers, settings of its config, what it is in the fields of ours
+    *[('starcoder2',
+       STARCODER2 | dict(num_attention_heads=n_head, num_key_value_heads=n_kv_head, sliding_window=window),
+       dict(position='rope', n_kv_head=n_kv_head, window=window or 0, rope_theta=1000.0, gelu='tanh'))
+      for n_head, n_kv_head in sizes([(6, 2), (4, 1)], [(6, 6), (6, 3), (6, 2), (6, 1), (4, 4), (4, 2), (4, 1)])
+      for window in sizes([None, 1, 7], [None, 1, 2, 7, 8, 23])],
+    *[('mpt', MPT | dict(n_heads=n_head), dict(position='alibi', bias=False, gelu='none')) for n_head in (4, 6, 12)],
+    ('gpt2', GPT2 | dict(activation_function='gelu'), dict(gelu='none')),
+    ('gpt2', GPT2 | dict(activation_function='gelu_new'), dict(gelu='tanh')),
+    ('gpt_bigcode', GPT2 | dict(multi_query=True), dict(n_kv_head=1, gelu='tanh')),
+    ('gpt_bigcode', GPT2 | dict(multi_query=False), dict(n_kv_head=4, gelu='tanh')),
+]
+SHAPES = [(2, 1, 16), (4, 2, 8), (4, 4, 12), (6, 2, 10), (6, 3, 16)]  # n_head, n_kv_head, head_dim
 
 
-def starcoder2(n_head, n_kv_head, bias, window, block_size=24):
-    from transformers import Starcoder2Config, Starcoder2ForCausalLM
-    return Starcoder2ForCausalLM(Starcoder2Config(
-        vocab_size=50, num_hidden_layers=3, hidden_size=48, intermediate_size=192, num_attention_heads=n_head,
-        num_key_value_heads=n_kv_head, use_bias=bias, sliding_window=window, max_position_embeddings=block_size,
-        rope_parameters=dict(rope_type='default', rope_theta=1000.0), bos_token_id=None, eos_token_id=None))
+def llama_like(seed):
+    """
+    As in JUDGES, of Llama's family, with drawn sizes. The number of the seed says which family it is and what it has,
+    so that all of this comes in few of them.
+    """
+    rng, n = random.Random(seed), seed // 4
+    family = ('llama', 'mistral', 'qwen2', 'qwen3')[seed % 4]
+    tied, special, has_bias = n % 2 == 0, n % 3 > 0, n % 4 > 1
+    (n_head, n_kv_head, head_dim), theta = rng.choice(SHAPES), rng.choice([1000.0, 10000.0, 500000.0])
+    n_embd = n_head * head_dim if family == 'qwen2' else n_head * rng.choice([head_dim, 7, 12])
+    rope, settings, expected = dict(rope_type='default', rope_theta=theta), {}, dict(tied=tied, head_dim=head_dim)
+    if family == 'llama':
+        settings = dict(attention_bias=has_bias, mlp_bias=has_bias)
+        if special:  # of the three kinds of frequencies, these have some each
+            rope |= dict(rope_type='llama3', factor=rng.choice([4.0, 32.0]), low_freq_factor=1.0, high_freq_factor=4.0,
+                         original_max_position_embeddings=32)
+            expected['rope_scaling'] = (rope['factor'], 1.0, 4.0, 32)
+        expected['bias'] = has_bias
+    if family == 'mistral':
+        settings = dict(sliding_window=rng.choice([2, 5, 9]) if special else rng.choice([None, 200]))
+        expected['window'] = settings['sliding_window'] if special else 0
+    if family == 'qwen2':
+        settings = dict(use_sliding_window=special and has_bias, sliding_window=7, max_window_layers=0)
+        expected |= dict(window=7 * (special and has_bias), qkv_bias=True)
+    if family in ('llama', 'mistral', 'qwen3'):
+        settings['head_dim'] = head_dim
+    settings |= dict(
+        vocab_size=rng.choice([50, 97]), hidden_size=n_embd, intermediate_size=rng.choice([37, 100, 3 * n_embd]),
+        num_hidden_layers=rng.choice([1, 2, 3]), num_attention_heads=n_head, num_key_value_heads=n_kv_head,
+        max_position_embeddings=48, rms_norm_eps=rng.choice([1e-5, 1e-6]), tie_word_embeddings=tied,
+        rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    return family, settings, expected | dict(n_kv_head=n_kv_head, rope_theta=theta, qk_norm=family == 'qwen3')
 
 
-def mpt(n_head):
-    from transformers import MptConfig, MptForCausalLM
-    return MptForCausalLM(MptConfig(vocab_size=50, n_layers=3, d_model=48, n_heads=n_head, max_seq_len=24))
-
-
-def gpt2(activation):
-    from transformers import GPT2Config, GPT2LMHeadModel
-    return GPT2LMHeadModel(GPT2Config(**SIZES, n_positions=24, n_head=4, activation_function=activation))
-
-
-def gpt_bigcode(multi_query, n_head=4):
-    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
-    return GPTBigCodeForCausalLM(GPTBigCodeConfig(**SIZES, n_positions=24, n_head=n_head, multi_query=multi_query))
-
-
-JUDGES = {  # name: (a model of transformers, what it is in the fields of our config)
-    **{f'starcoder2-{n_head}-{n_kv_head}-bias{bias}-window{window}': (
-        lambda n_head=n_head, n_kv_head=n_kv_head, bias=bias, window=window: starcoder2(
-            n_head, n_kv_head, bias, window),
-        dict(position='rope', n_kv_head=n_kv_head, window=window or 0, rope_theta=1000.0, gelu='tanh'))
-       for n_head, n_kv_head in sizes([(6, 2), (4, 1)], [(6, 6), (6, 3), (6, 2), (6, 1), (4, 4), (4, 2), (4, 1)])
-       for bias in (True, False) for window in sizes([None, 1, 7], [None, 1, 2, 7, 8, 23])},
-    **{f'mpt-{n_head}': (lambda n_head=n_head: mpt(n_head), dict(position='alibi', bias=False, gelu='none'))
-       for n_head in (4, 6, 12)},
-    'gpt2-gelu': (lambda: gpt2('gelu'), dict(gelu='none')),
-    'gpt2-tanh': (lambda: gpt2('gelu_new'), dict(gelu='tanh')),
-    'gpt_bigcode-1': (lambda: gpt_bigcode(True), dict(n_kv_head=1, gelu='tanh')),
-    'gpt_bigcode-4': (lambda: gpt_bigcode(False), dict(n_kv_head=4, gelu='tanh')),
-}
-
-
-@functools.cache
-def judge(name):
-    """A model of transformers with drawn weights, and what it is in the fields of our config."""
-    if isinstance(name, int):
-        return llama_like(name)
-    torch.manual_seed(0)
-    make, expected = JUDGES[name]
-    theirs = make().eval()
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return theirs, expected
-
-
-@pytest.mark.parametrize('number, name', enumerate([*JUDGES, *range(sizes(12, 72))]))
-def test_transformers_agrees_at_each_cached_step(tmp_path, number, name):
+@pytest.mark.parametrize('number, judge', enumerate([*JUDGES, *map(llama_like, range(sizes(12, 72)))]))
+def test_transformers_agrees_at_each_cached_step(tmp_path, number, judge):
     """
     Its weights through from_pretrained; chunks and single tokens, by the model on its tuples and by both executors in
     pages, cells and rows; past a window, and past block_size where that is allowed. test_huggingface.py: its generate.
     """
-    pytest.importorskip('transformers', reason="transformers is not installed")
-    theirs, expected = judge(name)
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    family, settings, expected = judge
+    torch.manual_seed(number)
+    config = transformers.AutoConfig.for_model(family, **settings)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(str(tmp_path)).eval()
     assert {key: getattr(ours.config, key) for key in expected} == expected

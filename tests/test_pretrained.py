@@ -1,5 +1,4 @@
 """formats/families.py and formats/pretrained.py: folders in Hugging Face format, what is read and what is refused."""
-import functools
 import json
 import os
 import shutil
@@ -25,7 +24,6 @@ import checkpoint
 import debug_kv_model
 import formats
 import model as plain_model
-from engine import Engine
 from formats.families import config_args
 from formats.pretrained import generation_defaults
 from model import GPT, GPTConfig
@@ -89,15 +87,7 @@ def test_the_models_of_the_hub(hf, expected):
     assert GPTConfig(**config_args(hf)) == expected
 
 
-@pytest.mark.parametrize('hf, change, expected', [
-    (GPT2, dict(activation_function='gelu'), dict(gelu='none')),
-    (GPT2, dict(activation_function='gelu_pytorch_tanh'), dict(gelu='tanh')),
-    (SANTACODER, dict(multi_query=False), dict(n_kv_head=16)),
-    (MPT_7B, dict(no_bias=False), dict(bias=True)),
-    (STARCODER2_3B, dict(hidden_act='gelu'), dict(gelu='none')),
-    (STARCODER2_3B, dict(use_bias=False), dict(bias=False)),
-    (STARCODER2_3B, dict(sliding_window=None), dict(window=0)),
-    (STARCODER2_3B, dict(sliding_window=16383), dict(window=16383)),
+@pytest.mark.parametrize('hf, change, expected', [  # what test_outside_judges.py does not read of transformers' files
     (STARCODER2_3B, dict(sliding_window=16384), dict(window=0)),  # it hides nothing within max_position_embeddings
     # transformers from 5 on has rope_parameters in place of rope_theta and rope_scaling
     (STARCODER2_3B, dict(rope_parameters=dict(rope_type='default', rope_theta=77.0)), dict(rope_theta=77.0)),
@@ -106,12 +96,7 @@ def test_the_models_of_the_hub(hf, expected):
     (GPT2, dict(tie_word_embeddings=False), dict(tied=False)),
     (STARCODER2_3B, dict(head_dim=64, intermediate_size=8192), dict(head_dim=64, n_inner=8192)),
     (MPT_7B, dict(expansion_ratio=2), dict(n_inner=8192)),
-    (LLAMA_3_2_1B, dict(rope_scaling=None), dict(rope_scaling=())),
-    (LLAMA_3_2_1B, dict(attention_bias=True, mlp_bias=True), dict(bias=True)),
-    (LLAMA_3_2_1B, dict(tie_word_embeddings=False, head_dim=128), dict(tied=False, head_dim=128)),
-    (MISTRAL_7B, dict(sliding_window=None), dict(window=0)),
     (QWEN2_05B, dict(use_sliding_window=True), dict(window=0)),  # from layer 24 on, and there are 24
-    (QWEN2_05B, dict(use_sliding_window=True, max_window_layers=0, sliding_window=4096), dict(window=4096)),
     (QWEN2_05B, dict(use_sliding_window=True, layer_types=['sliding_attention'] * 24, sliding_window=99),
      dict(window=99)),
     (QWEN2_05B, dict(use_sliding_window=True, max_window_layers=0, layer_types=['full_attention'] * 24),
@@ -133,7 +118,8 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
         (GPT2, 'activation_function', 'relu'), (GPT2, 'scale_attn_by_inverse_layer_idx', True),
         (GPT2, 'scale_attn_weights', False), (GPT2, 'quantization_config', {'bits': 4}),
         (STARCODER2_3B, 'hidden_act', 'silu'), (STARCODER2_3B, 'norm_type', 'rms_norm'),
-        (STARCODER2_3B, 'mlp_type', 'gated'), (MPT_7B, 'logit_scale', 'inv_sqrt_d_model'),
+        (STARCODER2_3B, 'mlp_type', 'gated'), (STARCODER2_3B, 'use_bias', False), (MPT_7B, 'no_bias', False),
+        (MPT_7B, 'logit_scale', 'inv_sqrt_d_model'),
         (LLAMA_3_2_1B, 'mlp_bias', True), (QWEN3_06B, 'attention_bias', True))],
     *[(MPT_7B, dict(attn_config=ATTENTION | {key: value}), f'attn_config.{key} is {value!r}') for key, value in (
         ('qk_ln', True), ('clip_qkv', 8.0), ('alibi', False), ('alibi_bias_max', 16), ('softmax_scale', 0.1),
@@ -153,16 +139,11 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
         (LLAMA_3_2_1B, 'rope_scaling', [8.0, 1.0, 4.0], 'dict'), (QWEN2_05B, 'layer_types', 7, 'list'),
         (QWEN2_05B, 'max_window_layers', '12', 'int'))],
     (MPT_7B, dict(n_heads=0), 'n_head must be a positive integer'),
-    (GPT2, dict(vocab_size=2**62), 'vocab_size must be a positive integer up to 16,777,216'),
-    (GPT2, dict(n_layer=10**6), 'n_layer must be a positive integer up to 4,096'),
-    (STARCODER2_3B, dict(num_key_value_heads=5), 'n_head 24 must be divisible by n_kv_head 5'),
     (LLAMA_3_2_1B, dict(rope_scaling=dict(rope_type='llama3')), 'rope_scaling must be () or (factor,'),
     (LLAMA_3_2_1B, dict(rope_scaling=LLAMA_3_2_1B['rope_scaling'] | dict(factor='32')), 'rope_scaling must be () or'),
     (LLAMA_3_2_1B, dict(rope_theta='500000'), "rope_theta must be at least 1 and at most 1e"),
-    (QWEN3_06B, dict(head_dim=127), 'rotary positions turn pairs of channels, and a head has 127'),
     (QWEN3_06B, dict(tie_word_embeddings='yes'), "tied must be True or False, not 'yes'"),
     (MISTRAL_7B, dict(sliding_window=-1), 'window must be an integer from 0'),
-    (MISTRAL_7B, dict(num_key_value_heads=2**62), 'n_kv_head must be an integer from 0 to 16,777,216'),
     (MISTRAL_7B, dict(rms_norm_eps=0), 'norm_eps must be between 0 and 1, not 0'),
 ]
 
@@ -204,10 +185,10 @@ def test_sharded_weights(tmp_path):
     idx = torch.randint(128, (2, 24))
     assert torch.equal(logits(GPT.from_pretrained(str(folder)).eval(), idx), logits(model, idx))
     os.remove(folder / 'model-00002-of-00003.safetensors')
-    with pytest.raises(ValueError, match='hf lacks model-00002-of-00003.safetensors, which .*is the download complete'):
+    with pytest.raises(ValueError, match='model-00002-of-00003.safetensors cannot be read .*is the download complete'):
         GPT.from_pretrained(str(folder))
-    for content, line in (('{}', 'index.json has no weight_map'), ('{"weight_map": {"a": []}}', r'hf lacks \[\]'),
-                          ('[]', 'must hold a dict'), ('{', 'cannot be read'), ('[' * 100000, 'cannot be read')):
+    for content, line in (('{}', 'index.json has no weight_map'), ('[]', 'must hold a dict'),
+                          *((bad, 'cannot be read') for bad in ('{"weight_map": {"a": []}}', '{', '[' * 100000))):
         (folder / index).write_text(content)
         with pytest.raises(ValueError, match=line):
             GPT.from_pretrained(str(folder))
@@ -223,6 +204,9 @@ def headless(name):
     *[(config, lambda weights, base=base: {name.removeprefix(base): w for name, w in weights.items()})
       for config, base in ((EASY, 'transformer.'), (ROPE, 'model.'), (ALIBI, 'transformer.'))],
     (EASY, headless('wte.weight')), (LLAMA, headless('embed_tokens.weight')),  # a tied embedding, named as the head
+    (EASY, lambda w: w | {'transformer.h.0.attn.bias': torch.ones(1, 1, 24, 24)}),  # old versions' masks
+    (UNTIED, lambda w: w | {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(4)}),
+    (ROPE, lambda w: w | {'lm_head.weight': w['model.embed_tokens.weight'].clone()}),  # tied, but written
 ])
 def test_other_names_of_weights(tmp_path, config, change):
     model, idx = exported(tmp_path, config, change), torch.randint(config['vocab_size'], (2, config['block_size']))
@@ -230,13 +214,8 @@ def test_other_names_of_weights(tmp_path, config, change):
 
 
 @pytest.mark.parametrize('config, change, line', [
-    (EASY, lambda w: w | {'transformer.h.0.attn.bias': torch.ones(1, 1, 24, 24)}, None),  # old versions' masks
-    (UNTIED, lambda w: w | {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(4)}, None),
-    (ROPE, lambda w: w | {'lm_head.weight': w['model.embed_tokens.weight'].clone()}, None),  # tied, but written
     (ROPE, lambda w: w | {'lm_head.weight': torch.randn(128, 48)},
      'lm_head.weight is not embed_tokens.weight, but the config says that it is'),
-    (ROPE, lambda w: w | {'norm.weight': w['model.norm.weight'].clone()}, None),
-    (ROPE, lambda w: w | {'norm.weight': torch.zeros(48)}, 'norm.weight are there twice, with different values'),
     (ROPE, lambda w: {k: v for k, v in w.items() if 'layers.1' not in k}, 'n_layer is 2, but the weights have 1'),
     (ROPE, lambda w: w | {'model.embed_tokens.weight': torch.ones(127, 48)}, r'embed_tokens.weight is \(127, 48\)'),
     (EASY, lambda w: {k: v for k, v in w.items() if 'wpe' not in k}, 'wpe.weight is missing'),
@@ -252,26 +231,9 @@ def test_other_names_of_weights(tmp_path, config, change):
 ])
 def test_weights_that_do_not_fit_are_named(tmp_path, config, change, line):
     exported(tmp_path, config, change)
-    if line is None:
+    with pytest.raises(ValueError, match=line) as refused:
         GPT.from_pretrained(str(tmp_path))
-    else:
-        with pytest.raises(ValueError, match=line) as refused:
-            GPT.from_pretrained(str(tmp_path))
-        assert '\n' not in str(refused.value)
-
-
-def test_an_mpt_with_biases(tmp_path):
-    """MosaicML's own code has them with no_bias=False; that of transformers reads none."""
-    model = gpt(**ALIBI | dict(bias=True))
-    names = {'ln_1': 'norm_1', 'ln_2': 'norm_2', 'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj',
-             'mlp.c_fc': 'ffn.up_proj', 'mlp.c_proj': 'ffn.down_proj', 'ln_f': 'norm_f', 'h.': 'blocks.'}
-    weights = {functools.reduce(lambda name, ours: name.replace(ours, names[ours], 1), names, name): p.detach()
-               for name, p in model.named_parameters() if name != 'lm_head.weight'}
-    exported(tmp_path, ALIBI, lambda _: weights)
-    path = tmp_path / 'config.json'
-    path.write_text(path.read_text().replace('"no_bias": true', '"no_bias": false'))
-    back, idx = GPT.from_pretrained(str(tmp_path)).eval(), torch.arange(24)[None]
-    assert sum(name.endswith('bias') for name in weights) == 13 and torch.equal(logits(back, idx), logits(model, idx))
+    assert '\n' not in str(refused.value)
 
 
 @pytest.mark.parametrize('kept', [torch.bfloat16, torch.float32, torch.float64])
@@ -290,27 +252,20 @@ def test_one_matrix_reads_tokens_and_writes_them(tmp_path):
     model = GPT.from_pretrained(str(tmp_path / 'hf'), dict(dropout=0.25))
     assert model.transformer.wte.weight is model.lm_head.weight and model.config.dropout == 0.25
     assert model.training and model.transformer.drop.p == 0.25
-    assert len(list(model.parameters())) == len(list(gpt(**ROPE).parameters()))
-    assert all(p.requires_grad and p.is_contiguous() and p.device.type == 'cpu' for p in model.parameters())
-    assert not list(model.buffers())
+    assert all(p.requires_grad and p.is_contiguous() for p in model.parameters()) and not list(model.buffers())
     with pytest.raises(ValueError, match='only dropout can be overridden'):
         GPT.from_pretrained(str(tmp_path / 'hf'), dict(n_layer=3))
     optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95), 'cpu')
     before = (tmp_path / 'hf' / 'model.safetensors').read_bytes()
-    idx = torch.randint(128, (4, 24))
-    losses = []
-    for _ in range(5):  # weights that are mapped from a file can be trained, and the file stays as it is
-        loss = model(idx, idx)[1]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] and (tmp_path / 'hf' / 'model.safetensors').read_bytes() == before
+    idx, w = torch.randint(128, (4, 24)), model.lm_head.weight.detach().clone()
+    model(idx, idx)[1].backward()
+    optimizer.step()  # weights that are mapped from a file can be trained, and the file stays as it is
+    assert not torch.equal(model.lm_head.weight, w) and (tmp_path / 'hf' / 'model.safetensors').read_bytes() == before
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason="needs /proc/self/maps")
 @pytest.mark.parametrize('config, copied', [(EASY, ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')),  # transposed
-                                            (ROPE, ('c_attn.weight',)),  # of three matrices
+                                            (ROPE, ('c_attn.weight', 'c_attn.bias')),  # of three
                                             (ALIBI, ())])
 def test_weights_stay_mapped_in_the_file(tmp_path, config, copied):
     exported(tmp_path / 'hf', config)
@@ -319,24 +274,18 @@ def test_weights_stay_mapped_in_the_file(tmp_path, config, copied):
         ranges = [[int(x, 16) for x in line.split()[0].split('-')] for line in f if str(tmp_path / 'hf') in line]
     for name, p in model.named_parameters():
         is_mapped = any(start <= p.data_ptr() < end for start, end in ranges)
-        is_zeros = name.endswith('.bias') and not config['bias'] and config is not EASY
-        assert is_mapped != (name.endswith(copied) or is_zeros), name
+        assert is_mapped != name.endswith(copied), name
 
 
 @pytest.mark.parametrize('module', [plain_model, debug_kv_model])
-def test_a_folder_with_a_tokenizer_json_is_sampled_from_and_exported_again(tmp_path, module):
-    """A small StarCoder2: bfloat16, grouped heads, a window, its own tokenizer; past its window."""
-    model, tokenizer = gpt(**ROPE | dict(vocab_size=300, window=7, bias=True, gelu='tanh')), json_tokenizer(TEXT)
-    formats.to_huggingface(model.to(torch.bfloat16), tmp_path / 'hf', tokenizer)
-    loaded, its_tokenizer, _ = checkpoint.load_model(str(tmp_path / 'hf'), '', module)
-    ids, before = its_tokenizer.encode('Héllo  wörld'), loaded.state_dict()
-    assert type(loaded) is module.GPT and ids == tokenizer.encode('Héllo  wörld') and len(ids) + 60 > 24
-    assert all(torch.equal(before[name], w) for name, w in model.state_dict().items())
-    formats.to_huggingface(loaded, tmp_path / 'again', its_tokenizer)
+def test_a_folder_in_bfloat16_with_its_tokenizer_comes_back_as_it_was(tmp_path, module):
+    model = gpt(**ROPE | dict(vocab_size=300, window=7)).to(torch.bfloat16)
+    formats.to_huggingface(model, tmp_path / 'hf', json_tokenizer(TEXT))
+    loaded, tokenizer, _ = checkpoint.load_model(str(tmp_path / 'hf'), '', module)
+    assert type(loaded) is module.GPT and loaded.lm_head.weight.dtype is torch.bfloat16
+    formats.to_huggingface(loaded, tmp_path / 'again', tokenizer)
     for name in os.listdir(tmp_path / 'hf'):
         assert (tmp_path / 'again' / name).read_bytes() == (tmp_path / 'hf' / name).read_bytes(), name
-    expected = model.float().generate(torch.tensor([ids]), 60, temperature=0)[0].tolist()
-    assert Engine(loaded.float()).generate([ids], 60, temperature=0) == [expected]
 
 
 def cut(name):
