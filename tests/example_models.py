@@ -35,10 +35,14 @@ FAMILIES = [  # config, the family of transformers that computes the same
     (UNTIED, 'llama'), (UNTIED | dict(tied=True, bias=True, head_dim=12, n_kv_head=0), 'llama'),
     (LLAMA3 | dict(dropout=0.1), 'llama'),
     (LLAMA3 | dict(tied=False, rope_scaling=(32.0, 1.0, 4.0, 64), head_dim=16), 'llama'),
-    (MISTRAL, 'mistral'), (MISTRAL | dict(tied=True, head_dim=6, window=23, n_kv_head=1), 'mistral'),
+    (MISTRAL | dict(rope_scaling=(8.0, 1.0, 4.0, 32)), 'mistral'),
+    (MISTRAL | dict(tied=True, head_dim=6, window=23, n_kv_head=1), 'mistral'),
     (QWEN2, 'qwen2'), (QWEN2 | dict(tied=False, window=5), 'qwen2'),
     (QWEN3, 'qwen3'), (QWEN3 | dict(tied=True, window=9, n_inner=37), 'qwen3'),
 ]
+SCALED = [  # llama.cpp loads rope_freqs.weight from files of the llama architecture only, which a mistral has there
+    (config | dict(rope_scaling=LLAMA3['rope_scaling']), family)
+    for config, family in ((ROPE, 'starcoder2'), (QWEN2, 'qwen2'), (QWEN3, 'qwen3'))]
 
 
 def large(seed, dtype=torch.float64, **changes):

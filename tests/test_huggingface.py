@@ -11,11 +11,10 @@ from example_models import (
     FAMILIES,
     HARD,
     LLAMA,
-    LLAMA3,
     MISTRAL,
-    QWEN2,
     QWEN3,
     ROPE,
+    SCALED,
     TEXT,
     UNTIED,
     bpe,
@@ -37,8 +36,6 @@ from tokenizer import CharTokenizer
 transformers = pytest.importorskip('transformers', reason="transformers is not installed")
 
 WINDOW = ROPE | dict(window=5)
-SCALED = [(config | dict(rope_scaling=LLAMA3['rope_scaling']), family)  # llama.cpp has these for llama only
-          for config, family in ((ROPE, 'starcoder2'), (MISTRAL, 'mistral'), (QWEN2, 'qwen2'), (QWEN3, 'qwen3'))]
 
 
 @pytest.mark.parametrize('config, family', FAMILIES + SCALED)

@@ -111,11 +111,11 @@ def test_sentencepiece_with_bytes_is_the_librarys():
     whole = [i for i in range(ours.vocab_size) if not 3 <= i < 259 and i != 1]  # no lone bytes
     for ids in [*map(ours.encode, texts), *([1, *rng.choices(whole, k=9)] for _ in range(100))]:
         expected = ours.library.decode(ids[1:], skip_special_tokens=False)
-        stream = TextStream(ours.bytes_of_tokens())
-        assert ours.decode(ids) == expected
-        assert (''.join(map(stream.push, ids)) + stream.finish()).removeprefix(' ') == expected
+        stream = TextStream(ours.bytes_of_tokens(), strip=ours.strips)
+        assert ours.decode(ids) == expected == ''.join(map(stream.push, ids)) + stream.finish()
     for text in texts:
-        assert ours.encode(text) == ours.library.encode(text, add_special_tokens=True).ids
+        for special in (True, False):
+            assert ours.encode(text, special) == ours.library.encode(text, add_special_tokens=special).ids
         assert '</s>' in text or ours.decode(ours.encode(text)) == text
 
 
@@ -235,7 +235,7 @@ def test_tokens_of_the_files_beside_it_are_those_of_transformers(tmp_path, files
 
 
 def test_special_tokens_have_no_text_in_an_answer(tmp_path):
-    """The text of all ids without the special ones is that of the library; so are ids without what stands before."""
+    """The text of all ids without the special ones is that of the library."""
     ours = tokenizer_of(folder_with(tmp_path, tokenizer_config=dict(added_tokens_decoder={
         '300': flags('<think>', special=False)})))
     ids = ours.encode('a<|im_start|>b <think><|im_end|> c<|endoftext|>')
@@ -243,13 +243,6 @@ def test_special_tokens_have_no_text_in_an_answer(tmp_path):
     for skip in (False, True):
         stream = TextStream(ours.bytes_of_tokens(310, skip_special=skip))
         assert stream.push(*ids) + stream.finish() == ours.library.decode(ids, skip_special_tokens=skip)
-    llama = sentencepiece_tokenizer(HOUSES)
-    assert llama.strips and not ours.strips
-    assert llama.encode('the', add_special_tokens=False) == llama.encode('the')[1:] == llama.library.encode(
-        'the', add_special_tokens=False).ids
-    stream = TextStream(llama.bytes_of_tokens(), strip=llama.strips)
-    ids = llama.encode(' the house')
-    assert ''.join([stream.push(i) for i in ids]) + stream.finish() == llama.library.decode(ids[1:])
 
 
 def test_more_added_tokens_than_the_model_has_rows(tmp_path, capsys):
