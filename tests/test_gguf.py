@@ -12,9 +12,11 @@ from example_models import (
     ROPE,
     SCALED,
     TEXT,
+    bpe,
     fields_in_files,
     gpt,
     logits,
+    needs_byte_pairs,
     sentencepiece_tokenizer,
 )
 
@@ -110,6 +112,17 @@ def test_llama_cpp_reads_and_writes_our_characters(tmp_path, chars, unknown):
     assert theirs.n_vocab() == 130
     assert theirs.create_completion('don', max_tokens=5)['choices'][0]['finish_reason'] == 'length'
     assert formats.files_of(str(tmp_path / 'model.gguf')).tokenizer_state() == ours.state()
+
+
+@needs_byte_pairs
+def test_llama_cpp_reads_and_writes_our_byte_pairs(tmp_path, monkeypatch):
+    ours = bpe(monkeypatch)
+    assert formats.to_gguf(gpt(**HARD | dict(vocab_size=50304)), tmp_path / 'model.gguf', tokenizer=ours) == 'gpt2'
+    theirs = llama(tmp_path / 'model.gguf')
+    text = TEXT.replace('\x00', '') + '<|endoftext|>[PAD50300]'  # it takes a text up to a zero byte
+    assert theirs.tokenize(text.encode(), special=True) == ours.encode(text)
+    assert theirs.detokenize(ours.encode(text), special=True) == text.encode()
+    assert theirs.token_eos() == theirs.token_bos() == 50256 and theirs.n_vocab() == 50304
 
 
 def test_gguf_is_written_over_a_gguf_only(tmp_path):
