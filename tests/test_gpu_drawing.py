@@ -137,7 +137,7 @@ def any_rows(seed):
     (700, SMALL, [(kind, dict(top_p=p, top_k=600)) for p, kind in zip(itertools.cycle([0.5, 0.003, 0.999]), KINDS)]
      [::sizes(6, 1)]),
     # more than four of each lane are kept, and whole blocks of equal ones
-    (700, SMALL, [*[('almost equal', dict(top_k=513))] * 3,
+    (700, SMALL, [*[('almost equal', dict(top_k=513))] * 9,
                   *[('equal', dict(top_p=(n - 0.5) / 700)) for n in (1, 128, 384)]]),
     *[(300, (LARGE, SMALL)[seed % 2], any_rows(seed)) for seed in range(sizes(3, 40))]])
 def test_tokens_are_those_of_the_definition(vocab_size, block, rows):

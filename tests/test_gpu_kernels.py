@@ -60,7 +60,11 @@ def test_logits_and_their_bits_in_any_batches(kind, layout, dtype, kv, head_dim)
         off = (logits.cpu().double() - expected[i, part]).abs().max() / expected.abs().max()
         assert off < WORST[dtype] + WORST_KV[kv], (i, first)
         assert torch.equal(logits, same[i][part]), (i, first, len(logits))
-    in_any_batches(Slots(executor, layout, kv), some, random.Random(0), check)
+    slots = Slots(executor, layout, kv)
+    in_any_batches(slots, some, random.Random(0), check)
+    for stored in (slots.layers[0].k, slots.layers[0].v) if kv == 'int8' else ():
+        largest, written = stored.data.abs().unflatten(-1, (-1, stored.group)).amax(-1), stored.scale.isfinite()
+        assert written.any() and (largest[written] == 127).all()
 
 
 def test_a_key_that_is_no_number_shows():
