@@ -118,14 +118,16 @@ def synchronize(device):
         torch.mps.synchronize()
 
 
-@contextmanager
 def torch_on_one_thread():
-    """
-    Inside, torch computes on one thread. Its other threads would spin for a while after each operation, on a core that
-    others need.
-    """
+    """`torch_threads` with one: others would spin for a while after each operation, on a core that others need."""
+    return torch_threads(1)
+
+
+@contextmanager
+def torch_threads(n):
+    """Inside, torch computes on n threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(n)
     try:
         yield
     finally:

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.harness import Case, Part, take_turns
 from benchmarks.ours import Ours
-from benchmarks.shapes import PROMPT, cache_bytes, model_of, random_tokens
-from device import DTYPES, autocast, synchronize
+from benchmarks.shapes import PROMPT, model_of, random_tokens
+from device import autocast, synchronize
 
 LENGTHS = 10, 50, 122, 128, 200, 500
 
@@ -38,10 +38,12 @@ def lengths(asked):
     """
     for name, B in product(asked.shapes or ['S' if asked.device == 'cpu' else 'L'], asked.batches or [1]):
         model = model_of(name, asked.bias).to(asked.device)
-        of, size, number = ways(model, B), model.config.block_size, DTYPES[asked.dtype].itemsize
+        of, size = ways(model, B), model.config.block_size
+        with autocast(asked.device, asked.dtype):
+            cache_bytes = sum(t.nbytes for layer in model.empty_cache(1) for t in layer[:2])
         for n in asked.lengths or LENGTHS:
             labels = dict(shape=name, samples=B, new_tokens=n, block_size=size, dtype=asked.dtype,
-                          counted=counted(n, size), cache_bytes=cache_bytes(model.config, 1, number))
+                          counted=counted(n, size), cache_bytes=cache_bytes)
             first, *_ = measured = take_turns(
                 [Case(labels | dict(way=way), timed(draw, n, asked), per=B * n) for way, draw in of.items()
                  if way != 'shift' or PROMPT + n > size], asked.repeats, f'{name}: {B} x {n}')

@@ -13,15 +13,16 @@ The models have random weights, in bfloat16 unless --dtype says otherwise.
 """
 import subprocess
 import sys
+from functools import partial
 
 import torch
 
 from benchmarks.harness import Case, Part, take_turns
-from benchmarks.ours import generated, gpu_executor, served
+from benchmarks.ours import Cache, gpu_executor, served
 from benchmarks.peers.hugging_face import HuggingFace, compiled_on_gpu
 from benchmarks.serve import loads
 from benchmarks.serve.servers import ROOT
-from benchmarks.shapes import model_of
+from benchmarks.shapes import model_of, random_tokens
 
 BATCHES, N_PROMPT = (1, 32, 256), 16
 
@@ -53,7 +54,8 @@ def engine(asked):
             else:
                 others.append(case('transformers', compiled_on_gpu(model, B, n_new)))
             if B == 1:
-                others.append(case('eager', generated(model, B, n_new)))
+                eager = partial(Cache(model).generate, random_tokens(model, 1, 1).to(asked.device), n_new, 0.8)
+                others.append(case('eager', lambda eager=eager: eager().cpu()))
             first, *_ = measured = measured + take_turns(others, asked.repeats, f'{name}, {B}, others')
             n_bytes = step_bytes(model, B, N_PROMPT + n_new / 2)
             yield [m.row(us=1e6 * m.seconds, tok_per_s=B / m.seconds, over_gpu=m.over(first),

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from benchmarks.shapes import SHAPES
 from whole_file import replacing
 
 PAUSE = 0.05  # seconds before each run: threads of the one before may still spin
@@ -139,9 +138,7 @@ def run_parts(asked, parts, **measured_on):
             rows += [dict(row, repeats=asked.repeats, date=f'{date.today()}') for row in some]
         before, ran = figures.get(name, {}), {row.get('shape') for row in rows}
         if measured_on.items() <= before.items():
-            rows += [row for row in before['rows'] if row.get('shape') not in ran]
-            order = [None, *SHAPES, *sorted({row['shape'] for row in rows if row.get('shape')} - SHAPES.keys())]
-            rows.sort(key=lambda row: order.index(row.get('shape')))
+            rows = [row for row in before['rows'] if row.get('shape') not in ran] + rows
         figures[name] = dict(measured_on, rows=rows)
         if asked.json:
             with replacing(asked.json, 'w') as f:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 import checkpoint as checkpoints
 import model as gpt
 from benchmarks.harness import Part
-from benchmarks.ours import Ours
+from benchmarks.ours import Ours, log_likelihoods
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.shapes import label, trained
 from tokenizer import read_text
@@ -76,11 +76,11 @@ def compare_bits(model, text):
         try:
             if why := engine.missing():
                 raise ValueError(why)
-            all_logits = engine(model, weights, 1, kv=kv).all_logits
+            score = score_by(engine, model, weights, kv)
         except ValueError as e:
             tqdm.write(f"not compared: {engine.name}, {weights} ({e})")
             continue
-        nll = torch.stack([F.cross_entropy(all_logits(piece[:-1]), piece[1:]) for piece in pieces]).double()
+        nll = -torch.stack([score(piece).mean() for piece in pieces])
         reference = nll if reference is None else reference
         difference = nll - reference
         rows.append(dict(engine=engine.name, weights=weights, kv=kv, tokens=len(pieces) * size, nll=nll.mean().item(),
@@ -88,6 +88,15 @@ def compare_bits(model, text):
                          standard_error=difference.std().item() / len(pieces) ** 0.5,
                          percent=100 * (difference.mean() / reference.mean()).item()))
     return rows
+
+
+def score_by(engine, model, weights, kv):
+    """A function of a piece (n + 1,): the log probabilities of all of its tokens but the first, float64 (n,)."""
+    if engine is Ours:
+        score = log_likelihoods(model, weights, 8 if kv == 'int8' else 0)
+        return lambda piece: score([(piece[:1].tolist(), piece[1:].tolist())])[0]
+    theirs = engine(model, weights, kv=kv)
+    return lambda piece: -F.cross_entropy(theirs.all_logits(piece[:-1]), piece[1:], reduction='none').double()
 
 
 PARTS = dict(bits=Part(bits, 3, "numbers in fewer bits; llama.cpp's int8 is q8_0, its int4 q4_0",

@@ -3,8 +3,8 @@ Our own engine, as benchmarks use it. No other file of benchmarks/ imports engin
 
     NoCache, Cache     `GPT.generate`, without the cache and with it, as engines that are compared with others
     Ours               what sample.py and serve.py run, as one of them
-    log_likelihoods    of tokens behind others, for `bench.py --mode=eval`
-    gpu_executor, served, generated, first_answer     what `bench.py --mode=gpu` measures
+    log_likelihoods    of tokens behind others, for `bench.py --mode=eval` and `--mode=loss`
+    gpu_executor, served, first_answer     what `bench.py --mode=gpu` measures
 """
 from functools import lru_cache
 
@@ -13,10 +13,8 @@ import torch.nn.functional as F
 
 import decode
 from benchmarks.peers.engine import Engine as Peer
-from benchmarks.peers.engine import torch_threads
 from benchmarks.shapes import model_of, random_tokens
-from decode.eager import EagerExecutor
-from device import synchronize
+from device import torch_threads
 from engine import Engine, pool_for
 
 
@@ -28,9 +26,9 @@ class NoCache(Peer):
         super().__init__(model, weights, threads)
         self.model = model
 
-    def generate(self, prompts, n_new):
+    def generate(self, prompts, n_new, temperature=0):
         with torch_threads(self.threads):
-            tokens = self.model.generate(prompts, n_new, temperature=0, use_cache=self.use_cache)
+            tokens = self.model.generate(prompts, n_new, temperature, use_cache=self.use_cache)
         return tokens[:, prompts.size(1):]
 
 
@@ -43,15 +41,14 @@ class Ours(Peer):
     """
     The engine that sample.py and serve.py run, with the fastest executor for the number of sequences.
 
-    threads: None lets it choose by timing. kv: keys and values in float32 or int8, for `all_logits`.
+    threads: None lets it choose by timing.
     """
     name, chooses_threads = 'ours', True
     packages = {'decode.cpu': 'numba'}
     ways = {weights: [{}] for weights in decode.WEIGHTS}
 
-    def __init__(self, model, weights='float32', threads=None, kv='float32'):
+    def __init__(self, model, weights='float32', threads=None):
         super().__init__(model, weights, threads)
-        self.model, self.kv_bits = model, 8 if kv == 'int8' else 0
         self.executor = lru_cache(lambda n: decode.best(model, n, weights, threads))
         self.engine = lru_cache(maxsize=1)(
             lambda n, n_tokens: Engine(model, self.executor(n), pool_for(model.config, n, n_tokens), 2**14, n))
@@ -63,26 +60,14 @@ class Ours(Peer):
         texts = engine.generate(prompts.tolist(), n_new, num_samples, temperature=0, **how)
         return torch.tensor([text[T:] for text in texts])
 
-    def all_logits(self, tokens):
-        """The logits after each of tokens (T,), (T, vocab_size)."""
-        pool = pool_for(self.model.config, 1, len(tokens) + 1)
-        on_kernel = not self.kv_bits or self.model.config.head_dim % 32 == 0
-        executor = self.executor(1) if on_kernel else EagerExecutor(self.model)
-        engine = Engine(self.model, executor, pool, kv_bits=self.kv_bits)
-        engine.add(tokens.tolist(), 1, prompt_logits=True, logprobs=True)
-        rows = []
-        while not engine.is_idle:
-            rows += [output.logits for _, output in engine.step() if output and output.logits is not None]
-        return torch.cat(rows)
 
-
-def log_likelihoods(model):
+def log_likelihoods(model, weights='float32', kv_bits=0):
     """
     A function of pairs (context, continuation) of token ids, of at most block_size + 1 tokens. It returns for each pair
     the log probabilities of the continuation's tokens, float64 (n,). Pages of contexts stay in the pool, where the next
     call finds them.
     """
-    engine = Engine(model, decode.best(model, 1))
+    engine = Engine(model, decode.best(model, 1, weights, kv_bits=kv_bits), kv_bits=kv_bits)
 
     def score(pairs):
         found = {}
@@ -133,16 +118,6 @@ def served(model, executor, B, n_prompt, n_new):
     if hasattr(executor, 'prepare'):
         executor.prepare()
     return lambda: sum(len(text) - n_prompt for text in engine.generate(prompts, n_new, temperature=0.8))
-
-
-def generated(model, B, n_new):
-    """A function that draws n_new tokens for B sequences by `GPT.generate`, operation by operation."""
-    idx = random_tokens(model, B, 1).to(model.lm_head.weight.device)
-
-    def run():
-        model.generate(idx, n_new, temperature=0.8, use_cache=True)
-        synchronize(str(idx.device))
-    return run
 
 
 def first_answer(shape, device, dtype):

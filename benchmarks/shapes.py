@@ -1,4 +1,4 @@
-"""The models that are measured: GPT-2's kind in three shapes, two llamas, with random weights; the memory of caches."""
+"""The models that are measured: GPT-2's kind in three shapes, two llamas, with random weights."""
 import os
 from dataclasses import replace
 from functools import lru_cache
@@ -25,12 +25,6 @@ SHAPES = GPTS | LLAMAS
 PROMPT = 6  # tokens before the generated ones
 # new tokens that fit after the prompt; from L on more would fit, but take long
 WITHIN_WINDOW = {'S': 122, 'M': 200, 'L': 50, 'smollm2': 50, 'qwen0.5b': 50}
-
-
-def cache_bytes(config, batch_size, number=4):
-    """Bytes of the keys and values of a cache. number: bytes of one number."""
-    c = config
-    return 2 * c.n_layer * batch_size * c.n_kv_head * c.head_dim * c.n_slots * number
 
 
 def random_tokens(model, *shape, seed=0):

@@ -18,7 +18,7 @@ N_STEPS = 10  # iterations of the warm-up, and of each timed run
 
 
 def iterations(asked):
-    """mfu: None where the device's peak is unknown."""
+    """A row for each shape. mfu: None where the device's peak is unknown."""
     torch.set_float32_matmul_precision('high')  # as train.py does
     prepared = (d for d in ('data/openwebtext', 'data/shakespeare_char') if os.path.exists(d + '/train.bin'))
     data_dir = next(prepared, None) if asked.real_data else None

@@ -2,6 +2,8 @@
 The functions of a step of decode/gpu/ that are Triton kernels, in PyTorch with sums in float64: the judge of the
 kernels, and their stand-in where the rest of the step is tested. `Direct` stands for the queue of a device.
 """
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 
@@ -9,7 +11,7 @@ from decode.draw import NAMES, DrawSettings
 from decode.draw import draw as defined
 from decode.gpu.queue import Queue
 from decode.gpu.tables import BIASED, IN_PROMPT, IS_STOP
-from kvcache.storage import quantise
+from kvcache.storage import dequantise, quantise
 from positions import rotate, visible
 
 
@@ -36,63 +38,54 @@ def linear(x, out, linear, ended, activation='', gate=None, add=False):
     out.copy_(out + of_x if add else of_x)
 
 
-def store(qkv, q, angles, attn, kv, inputs, geometry):
-    g, R = geometry, len(qkv)
-    queries, keys, values = qkv.view(R, -1, g.head_dim).float().split([g.n_head, g.n_kv_head, g.n_kv_head], dim=1)
+def store(step, attn, layer, inputs, qkv, q, angles):
+    c, R = step.config, len(qkv)
+    queries, keys, values = qkv.view(R, -1, c.head_dim).float().split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)
     if hasattr(attn, 'q_norm'):
-        queries, keys = (F.rms_norm(x.double(), [g.head_dim], norm.weight.double(), norm.eps).float()
+        queries, keys = (F.rms_norm(x.double(), [c.head_dim], norm.weight.double(), norm.eps).float()
                          for x, norm in ((queries, attn.q_norm), (keys, attn.k_norm)))
     for kind in range(q.size(1)):
         q[:, kind] = queries if angles is None else rotate(queries, *angles[:, kind, :, None].unbind(1))
     if angles is not None:
         keys = rotate(keys, *angles[:, 0, :, None].unbind(1))
     rows = (inputs.sequences >= 0).nonzero()[:, 0]
-    slots = inputs.slot_table[inputs.sequences[rows].long(), g.columns.column(inputs.positions[rows], g.n_sink)]
-    for new, data, scale in (keys, kv.k, kv.k_scale), (values, kv.v, kv.v_scale):
-        new = new[rows].to(q.dtype)
-        codes, scales = (new, None) if scale is None else quantise(new.float(), 8, g.group)
-        data[places(slots, g, g.head_dim)] = codes.to(data.dtype)
-        if scale is not None:
-            scale[places(slots, g, g.head_dim // g.group)] = scales
+    slots = slots_of(inputs, step, inputs.sequences[rows].long(), inputs.positions[rows])
+    for new, stored in (keys, layer.k), (values, layer.v):
+        new = new[rows].to(q.dtype).transpose(0, 1)
+        if stored.scale is not None:
+            new, stored.scale[:, slots] = quantise(new.float(), 8, stored.group)
+        stored.data[:, slots] = new.to(stored.data.dtype)
 
 
-def places(slots, g, n):
-    """Where the n numbers or scales of each head in slots (K,) are, int64 (K, n_kv_head, n)."""
-    at = slots.long()[:, None] + torch.arange(g.n_kv_head, device=slots.device) * g.n_slots
-    return at[..., None] * n + torch.arange(n, device=slots.device)
+def slots_of(inputs, step, sequences, positions):
+    return inputs.slot_table[sequences, step.columns.column(positions, step.config.n_sink)].long()
 
 
-def attend(qkv, q, y, parts, ended, angles, attn, kv, inputs, geometry, apart):
-    store(qkv, q, angles, attn, kv, inputs, geometry)
-    g = geometry
+def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
+    store(step, attn, layer, inputs, qkv, q, angles)
+    c = step.config
     y.zero_()
     for row, sequence in enumerate(inputs.sequences.tolist()):
         if sequence < 0:
             continue
-        position, seen = inputs.positions[row], seen_at(inputs.positions[row], g)
-        slots = inputs.slot_table[sequence, g.columns.column(seen, g.n_sink)]
-        k, v = (read(data, scale, slots, g).to(q.dtype).double().repeat_interleave(g.n_head // g.n_kv_head, 1)
-                for data, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)))
-        of_key = torch.where(seen < g.n_sink, q.size(1) - 1, 0)
-        scores = torch.einsum('khd,khd->hk', q[row, of_key].double(), k) * g.head_dim ** -0.5
-        if g.slopes is not None:
-            farthest = torch.where(seen < g.n_sink, g.n_sink + g.window - 1, position)
-            scores -= g.slopes[:, None] * (position.clamp(max=farthest) - seen)
-        y[row] = torch.einsum('hk,khd->hd', scores.softmax(-1), v).flatten().to(y.dtype)
+        position = inputs.positions[row]
+        seen = torch.arange(int(position) + 1, device=position.device)
+        seen = seen[visible(position, seen, c.window, c.n_sink)]
+        slots = slots_of(inputs, step, sequence, seen)
+        k, v = (read(stored, slots).to(q.dtype).double().repeat_interleave(c.n_head // c.n_kv_head, 0)
+                for stored in (layer.k, layer.v))
+        of_key = torch.where(seen < c.n_sink, q.size(1) - 1, 0)
+        scores = torch.einsum('khd,hkd->hk', q[row, of_key].double(), k) * c.head_dim ** -0.5
+        if step.slopes is not None:
+            farthest = torch.where(seen < c.n_sink, c.n_sink + c.window - 1, position)
+            scores -= step.slopes[:, None] * (position.clamp(max=farthest) - seen)
+        y[row] = torch.einsum('hk,hkd->hd', scores.softmax(-1), v).flatten().to(y.dtype)
 
 
-def seen_at(position, g):
-    """The positions of the keys that a row at `position` sees."""
-    keys = torch.arange(int(position) + 1, device=position.device)
-    return keys[visible(position, keys, g.window, g.n_sink)]
-
-
-def read(data, scale, slots, g):
-    """What is stored in slots (K,), float32 (K, n_kv_head, head_dim)."""
-    rows = data[places(slots, g, g.head_dim)].float()
-    if scale is None:
-        return rows
-    return (rows.unflatten(-1, (-1, g.group)) * scale[places(slots, g, g.head_dim // g.group)][..., None]).flatten(-2)
+def read(stored, slots):
+    """What is stored in slots (K,), float32 (n_kv_head, K, head_dim)."""
+    rows = stored.data[:, slots].float()
+    return rows if stored.scale is None else dequantise(rows, stored.scale[:, slots], 8)
 
 
 def draw(logits, inputs):
@@ -133,7 +126,7 @@ class Direct(Queue):
         super().__init__('cpu')
 
     def record(self, step):
-        return Again(step)
+        return SimpleNamespace(replay=step)
 
     def pinned(self, tensor):
         return tensor.clone()
@@ -145,10 +138,3 @@ class Direct(Queue):
 
     def synchronize(self):
         """Nothing is left to wait for."""
-
-
-class Again:
-    """In the place of a graph."""
-
-    def __init__(self, replay):
-        self.replay = replay

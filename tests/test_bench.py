@@ -12,7 +12,7 @@ import decode
 from benchmarks import gpu, harness, ours
 from benchmarks.generate import counted
 from benchmarks.harness import Case, Part, take_turns
-from benchmarks.shapes import cache_bytes, model_with_varied_text
+from benchmarks.shapes import model_with_varied_text
 from model import GPT, GPTConfig
 
 
@@ -63,9 +63,9 @@ def test_parts_and_shapes_that_are_not_run_stay_in_the_file(tmp_path):
         return {part: [(row['shape'], row['speed'], row['repeats']) for row in of_part['rows'] if row['date']]
                 for part, of_part in figures.items()}
     assert measured('steps', 'SML', 1) == {'steps': [('S', 1, 5), ('M', 1, 5), ('L', 1, 5)]}
-    assert measured('steps', 'M', 2, repeats=3) == {'steps': [('S', 1, 5), ('M', 2, 3), ('L', 1, 5)]}
-    assert measured('clients', 'L', 4, bias=False)['steps'] == [('S', 1, 5), ('M', 2, 3), ('L', 1, 5)]
-    assert measured('clients', 'S', 4, bias=False)['clients'] == [('S', 4, 5), ('L', 4, 5)]
+    assert measured('steps', 'M', 2, repeats=3) == {'steps': [('S', 1, 5), ('L', 1, 5), ('M', 2, 3)]}
+    assert measured('clients', 'L', 4, bias=False)['steps'] == [('S', 1, 5), ('L', 1, 5), ('M', 2, 3)]
+    assert measured('clients', 'S', 4, bias=False)['clients'] == [('L', 4, 5), ('S', 4, 5)]
     assert measured('clients', 'M', 5, bias=True)['clients'] == [('M', 5, 5)], "the others were without biases"
 
 
@@ -83,8 +83,7 @@ def test_the_memory_formula_is_what_is_allocated(position, n_kv_head, window, n_
     for B, dtype in product((1, 3), (torch.float32, torch.bfloat16)):
         model.to(dtype)
         held = sum(t.untyped_storage().nbytes() for layer in model.empty_cache(B) for t in layer[:2])
-        assert held == cache_bytes(model.config, B, dtype.itemsize) == (
-            2 * 3 * B * n_kv_head * 6 * n_slots * dtype.itemsize)
+        assert held == 2 * 3 * B * n_kv_head * 6 * n_slots * dtype.itemsize
 
 
 def test_generate_mode_is_the_default(repo):
@@ -132,7 +131,7 @@ def test_gpu_mode_with_the_same_step_in_pytorch_on_a_cpu(monkeypatch):
     monkeypatch.setattr(gpu, 'model_of', lambda name, bias: model)
     monkeypatch.setattr(gpu, 'gpu_executor', lambda model, as_they_come=False: GPUExecutor(
         model, plain_gpu, plain_gpu.Direct()))
-    monkeypatch.setattr(gpu, 'compiled_on_gpu', ours.generated)
+    monkeypatch.setattr(gpu, 'compiled_on_gpu', lambda model, B, n_new: lambda: None)
     monkeypatch.setattr(gpu, 'BATCHES', (1, 3))
     asked = SimpleNamespace(shapes=['M'], batches=None, bias=False, device='cpu', dtype='float32', repeats=1)
     one, three = gpu.engine(asked)

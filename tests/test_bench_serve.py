@@ -6,8 +6,9 @@ import os
 import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from conftest import SERVING, needs
@@ -106,17 +107,13 @@ def test_ours_is_compared_with_the_better_number_of_threads(monkeypatch):
     """Tokens a second of three servers in two rounds, and of one that has answered nothing."""
     rates = {'ours': [60, 90], 'one thread': [20, 10], 'two threads': [30, 30], 'none': [0, 0]}
 
-    class Standing:
-        def __init__(self, name):
-            self.name = name
-
     async def closed_loop(server, asks, n_clients):
         assert n_clients == 4
         if len(asks) == 4:  # the warm-up
             return made_load(1)
         return made_load(1, (0, 1, 1, rates[server.name].pop(0)))
     monkeypatch.setattr(loads, 'closed_loop', closed_loop)
-    ours, *others = loads.in_turns('S', TINY, 'float32', [Standing(name) for name in rates], 4, 9, 2)
+    ours, *others = loads.in_turns('S', TINY, 'float32', [SimpleNamespace(name=name) for name in rates], 4, 9, 2)
     assert ours['over_llama'] == 2.5 and [row['tok_per_s'] for row in others] == [15, 30, 0]
 
 
@@ -155,29 +152,12 @@ def ours():
         yield folder, server
 
 
-class Running:
-    """The server that runs already, in the place of a new one."""
-
-    def __init__(self, server):
-        self.server = server
-
-    def __call__(self, *settings, device):
-        return self
-
-    def __enter__(self):
-        return self.server
-
-    def __exit__(self, *error):
-        pass
-
-
 def test_clients_of_our_server(ours, monkeypatch):
     folder, server = ours
     assert os.listdir(folder) == ['ckpt.pt']
-    monkeypatch.setattr(loads, 'Ours', Running(server))
+    monkeypatch.setattr(loads, 'Ours', lambda *settings, device: nullcontext(server))  # it runs already
     monkeypatch.setattr(loads, 'model_of', lambda name, bias: model_with_varied_text(TINY))
-    asked = type('Asked', (), dict(shapes=['S'], bias=False, device='cpu', llama_server='', batches=[2], requests=6,
-                                   repeats=1))
+    asked = SimpleNamespace(shapes=['S'], bias=False, device='cpu', llama_server='', batches=[2], requests=6, repeats=1)
     rows = [row for some in loads.clients(asked) for row in some]
     assert [(row['weights'], row['clients'], row['requests'], row['failed']) for row in rows] == [
         ('float32', 2, 6, 0), ('int8', 2, 6, 0)]
@@ -187,7 +167,7 @@ def test_clients_of_our_server(ours, monkeypatch):
 
 def test_the_soak_compares_answers(ours, monkeypatch):
     folder, server = ours
-    monkeypatch.setattr(loads, 'Ours', Running(server))
+    monkeypatch.setattr(loads, 'Ours', lambda *settings, device: nullcontext(server))  # it runs already
     monkeypatch.setattr(loads, 'COMPARED', 0.5)
     n = sizes(40, 400)
     row = loads.soak('S', TINY, folder, 'float32', 4, n)

@@ -15,22 +15,15 @@ from benchmarks.peers.engine import Engine
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.peers.onnx import rounded
 from benchmarks.peers.race import PEERS
-from benchmarks.shapes import LLAMA, LLAMAS, label, model_of
+from benchmarks.shapes import LLAMA, LLAMAS, label, model_of, model_with_varied_text
 from formats import to_huggingface
 from model import GPT, GPTConfig
 from tokenizer import CharTokenizer
 
 
-def tiny(bias=True, n_head=2, n_embd=32, noise=0.1, **kind):
-    """A small model. At its initial weights, noise=0, a GPT repeats its last token; with noise its text varies."""
+def tiny(make=model_with_varied_text, **how):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=24, vocab_size=50, n_layer=2, n_head=n_head, n_embd=n_embd, bias=bias,
-                          **kind)).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if 'wte' not in name:
-                p.add_(torch.randn_like(p) * noise)
-    return model
+    return make(GPTConfig(**dict(block_size=24, vocab_size=50, n_layer=2, n_head=2, n_embd=32) | how))
 
 
 def expected(model, prompts, n_new):
@@ -47,7 +40,7 @@ def built(engine, *args, **way):
     (True, 2, 32, 1), (False, 1, 128, 1), *sizes([], [(False, 2, 64, 1), (True, 1, 128, 1)]), (True, 2, 32, 2)])
 @pytest.mark.parametrize('engine', [kind for kind in race.ENGINES if kind.same_tokens], ids=lambda kind: kind.name)
 def test_the_same_tokens(engine, bias, n_head, n_embd, threads):
-    model = tiny(bias, n_head, n_embd)
+    model = tiny(bias=bias, n_head=n_head, n_embd=n_embd)
     made = built(engine, model, threads=threads)
     for shape in ((1, 5), (3, 5), (2, 1), (1, 24)) if threads == 1 else ((3, 20),):  # two threads wait for each other
         prompts = torch.randint(50, shape)
@@ -59,62 +52,55 @@ def test_the_same_tokens(engine, bias, n_head, n_embd, threads):
     assert torch.equal(made.generate(turned, 4), expected(model, turned, 4))
 
 
-@pytest.mark.parametrize('weights', ['float32', 'int8'])
-@pytest.mark.parametrize('name', LLAMAS)
-@pytest.mark.parametrize('peer', PEERS, ids=lambda peer: peer.name)
-def test_llamas(peer, name, weights):
-    """Small ones with the fields of the shapes that are measured. An engine runs them, or says that it cannot."""
-    c = LLAMAS[name]
-    model = tiny(False, 4, 64, n_kv_head=2, n_inner=96, qkv_bias=c.qkv_bias, norm_eps=c.norm_eps,
-                 rope_theta=c.rope_theta, **LLAMA)
-    if why := peer.refuses(model.config):
-        assert 'gpt2' in why and peer.name in ('CTranslate2', 'ONNX Runtime')
-        return
-    if weights not in peer.ways:
-        pytest.skip(f"{peer.name} has no {weights} weights")
-    prompts = torch.randint(50, (40, 6))
-    got = built(peer, model, weights).generate(prompts, 10)
-    if peer.same_tokens:
-        assert (race.compare(model, prompts, got)['gap'] or 0) < 1e-6, "no more than rounding"
-    else:
-        assert (got[:, :1] == expected(model, prompts, 1)).float().mean() > 0.8
+def small_llama(c):
+    """A small one with the fields of a shape that is measured."""
+    return tiny(bias=False, n_head=4, n_embd=64, n_kv_head=2, n_inner=96, qkv_bias=c.qkv_bias, norm_eps=c.norm_eps,
+                rope_theta=c.rope_theta, **LLAMA)
 
 
 EVERY_WAY = [(peer, weights, way) for peer in (Ours, *PEERS) for weights in peer.ways for way in peer.ways[weights]]
 
 
+@pytest.mark.parametrize('name', ['gpt2', *LLAMAS])
 @pytest.mark.parametrize('peer, weights, way', EVERY_WAY, ids=lambda x: getattr(x, 'name', None) or str(x))
-def test_the_same_model_but_for_rounding(peer, weights, way):
-    """Most first tokens of 40 prompts are ours, in spite of rounding or another GELU; with a wrong weight few are."""
-    model = tiny()
+def test_the_same_model_but_for_rounding(peer, weights, way, name):
+    """
+    Most first tokens of 40 prompts are ours, in spite of rounding or another GELU; with a wrong weight few are. An
+    engine runs a llama, or says that it cannot.
+    """
+    model = small_llama(LLAMAS[name]) if name in LLAMAS else tiny()
+    if why := peer.refuses(model.config):
+        assert 'gpt2' in why and name != 'gpt2' and peer.name in ('CTranslate2', 'ONNX Runtime')
+        return
     prompts = torch.randint(50, (40, 6))
     want = expected(model, prompts, 1)
     got = built(peer, model, weights, **way).generate(prompts, 3)
     assert got.shape == (40, 3) and got.dtype == torch.int64
-    assert (got[:, :1] == want).float().mean() > 0.8
+    assert (got[:, :1] == want).float().mean() > (0.8 if weights != 'int4' else 0.5)
+    if peer.same_tokens and weights == 'float32':
+        assert (race.compare(model, prompts, got)['gap'] or 0) < 1e-6, "no more than rounding"
     assert torch.equal(expected(model, prompts, 1), want)  # our weights have not changed
 
 
 @pytest.mark.parametrize('peer', PEERS, ids=lambda peer: peer.name)
 def test_no_token_ends_a_row(peer):
     """The tokens here include the one that an engine takes for the end of a text. Rows go on after it."""
-    model, prompts = tiny(noise=0), torch.arange(50)[:, None]
+    model, prompts = tiny(GPT).eval(), torch.arange(50)[:, None]  # at its initial weights it repeats its last token
     want = expected(model, prompts, 20)
     assert len(want[:, 0].unique()) > 45
     assert torch.equal(built(peer, model).generate(prompts, 20), want)
 
 
-@pytest.mark.parametrize('engine, exact', [(Ours, 1e-4), (LlamaCpp, 0.02)], ids=lambda x: getattr(x, 'name', ''))
-def test_logits_of_a_whole_text(engine, exact):
-    """Also after a longer text, and after several rows; llama.cpp has another GELU."""
+def test_logits_of_a_whole_text_in_llama_cpp():
+    """Also after a longer text, and after several rows. It has another GELU."""
     model = tiny(n_embd=64)
-    made = built(engine, model, kv='float32')
+    made = built(LlamaCpp, model, kv='float32')
     made.generate(torch.randint(50, (3, 6)), 2)
     for T in (24, 1, 11):
         tokens = torch.randint(50, (T,))
         with torch.inference_mode():
             want = model(tokens[None], tokens[None])[0][0]
-        assert (made.all_logits(tokens) - want).abs().max() < exact
+        assert (made.all_logits(tokens) - want).abs().max() < 0.02
 
 
 def test_no_weight_is_rounded_by_more_than_half_a_step():
@@ -129,7 +115,7 @@ def test_no_weight_is_rounded_by_more_than_half_a_step():
 
 def test_loss_of_fewer_bits():
     """The same pieces in every engine; the loss of our float32 is that of the model, whose weights decide the rest."""
-    model, text = tiny(n_embd=64, noise=0.3), torch.randint(50, (24 * 30 + 5,))
+    model, text = tiny(n_embd=64), torch.randint(50, (24 * 30 + 5,))
     rows = loss.compare_bits(model, text)
     want = loss.nats(model, text[:24 * 30 + 1].unfold(0, 25, 24)).double().mean().item()
     assert [(row['engine'], row['weights'], row['kv']) for row in rows][:5] == [

@@ -8,9 +8,6 @@ An engine is built from a model in memory. It decodes greedily, all rows of a ba
 Prompts with what follows fit into the context. Each class uses the fastest way into its engine that we know.
 """
 import importlib
-from contextlib import contextmanager
-
-import torch
 
 from formats.families import family_of
 
@@ -48,14 +45,3 @@ class Engine:
 
     def __init__(self, model, weights='float32', threads=1):
         self.config, self.threads = model.config, threads
-
-
-@contextmanager
-def torch_threads(n):
-    """PyTorch runs on n threads inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

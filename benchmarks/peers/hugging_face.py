@@ -4,9 +4,9 @@ from functools import lru_cache
 
 import torch
 
-from benchmarks.peers.engine import Engine, torch_threads
+from benchmarks.peers.engine import Engine
 from benchmarks.shapes import random_tokens
-from device import synchronize
+from device import synchronize, torch_threads
 from formats import to_huggingface
 
 

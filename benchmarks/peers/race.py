@@ -8,6 +8,7 @@ gb_per_s: what a step would read a second if it read each weight once, in the ty
 memory, or of the cache that the weights fit into, is its limit where few sequences are decoded.
 """
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 
@@ -40,10 +41,8 @@ def check(asked):
         print(f"not compared: {engine} ({why})")
     versions = {}
     for package in sorted({package for engine in ENGINES for package in engine.packages.values()}):
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            pass
     return dict(versions=versions, missing=missing, bias=asked.bias)
 
 

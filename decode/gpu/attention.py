@@ -13,37 +13,40 @@ import triton.language as tl
 
 from decode.gpu.ordering import is_last, overlap, wait
 from decode.gpu.slots import SPLIT, SPLITS, TILE
-from decode.gpu.storing import slot_of, store, store_new, what_is_stored
+from decode.gpu.storing import slot_of, store_kernel, store_new, what_is_stored
 
 PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many rows, each head of a row has a program
 
 
-def attend(qkv, q, y, parts, ended, angles, attn, kv, inputs, geometry, apart):
+def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
     """
-    Store the keys and values of qkv, see `storing.store`, and attend.
+    Write the keys and values of qkv (R, (n_head + 2 * n_kv_head) * head_dim) to their slots, and its queries to q (R,
+    kinds, n_head, head_dim), and attend. Queries and keys have their norms, if there are any, and are turned by angles.
 
     y (R, n_head * head_dim): of each row's queries, over what its sequence has up to its position, through the window.
-    Zeros for padding. q (R, kinds, n_head, head_dim) and parts, float32 (R, n_splits, n_head, head_dim + 2), are
-    written too. ended: int32 (R, n_head), zeros, and zeros again behind it. apart: all rows are of different sequences,
-    so the program that reads a new key can store it.
+    Zeros for padding. parts, float32 (R, n_splits, n_head, head_dim + 2), are written too. step: a `step.Step`. layer:
+    a `kvcache.storage.Layer`. apart: all rows are of different sequences, so the program that reads a new key can store
+    it.
     """
-    g, columns, R = geometry, geometry.columns, len(q)
-    arguments, constants = what_is_stored(q, angles, kv, inputs, g)
+    c, n_splits, R = step.config, step.columns.n_splits, len(q)
+    arguments, constants = what_is_stored(step, layer, inputs, q, angles)
     norms = [getattr(attn, name, None) for name in ('q_norm', 'k_norm')]
     # a program of one warp adds up a norm in another order than one of several
     stores = apart and norms == [None, None]
     if not stores:
-        store(qkv, norms, arguments, constants)
-    shared, one = g.n_head // g.n_kv_head, q.dtype == torch.float32
+        weights, eps = [norm and norm.weight.detach() for norm in norms], norms[0].eps if norms[0] else 0.0
+        store_kernel[R, c.n_head + 2 * c.n_kv_head](qkv, *arguments, *weights, eps, **constants, **overlap(q),
+                                                    num_warps=1, enable_fp_fusion=False)
+    shared, one = c.n_head // c.n_kv_head, q.dtype == torch.float32
     # Tensor cores multiply the queries of 16 bits that share keys as one matrix, padded to 16 rows. They do not
     # multiply float32: each query of float32 has a program of its own, without a barrier in its loop
-    n_heads = g.n_head if one else g.n_kv_head
-    n_programs = min(columns.n_splits, max(1, PROGRAMS // (R * n_heads)))
+    n_heads = c.n_head if one else c.n_kv_head
+    n_programs = min(n_splits, max(1, PROGRAMS // (R * n_heads)))
     queries, rows = (1, 1) if one else (shared, max(16, triton.next_power_of_2(shared)))
     tile = min(TILE, 2**14 // constants['PADDED'])  # so that one fits the memory of small cards
     attend_kernel[R, n_heads, n_programs](
-        qkv, *arguments, y, parts, ended, g.slopes, shared, queries, rows, g.head_dim ** -0.5, tile, stores, g.window,
-        SPLIT, SPLITS, columns.n_splits, **constants, **overlap(q), num_warps=8 if one else 4, enable_fp_fusion=False)
+        qkv, *arguments, y, parts, step.ended, step.slopes, shared, queries, rows, c.head_dim ** -0.5, tile, stores,
+        c.window, SPLIT, SPLITS, n_splits, **constants, **overlap(q), num_warps=8 if one else 4, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=['n_slots'])  # one kernel is compiled for all caches, so that bits are the same in each

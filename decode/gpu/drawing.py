@@ -85,7 +85,7 @@ def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stri
                 OVERLAP: tl.constexpr):
     """
     Find the token of one row among the blocks of this program. The program of the row that ends last takes the best
-    one, and lets the row's state go on.
+    one, and writes it and the state of the row's next step.
     """
     wait(OVERLAP)
     row, n_programs = tl.program_id(0), tl.num_programs(1)
@@ -106,32 +106,24 @@ def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stri
             all_scores = tl.load(scores + row * MOST_PROGRAMS + i, i < n_programs, -1.0)
             all_tokens = tl.load(found + row * MOST_PROGRAMS + i, i < n_programs, V)
             token = tl.min(tl.where(all_scores == tl.max(all_scores, 0), all_tokens, V), 0)
-        go_on(row, token, may_draw, number, marks, drawn, drawn_stride, step, tokens, positions, sequences, numbers,
-              left, V)
-
-
-@triton.jit
-def go_on(row, token, may_draw, number, marks, drawn, drawn_stride, step, tokens, positions, sequences, numbers, left,
-          V: tl.constexpr):
-    """Write what a row has drawn, and the state of its next step."""
-    at_step = tl.load(step + row)
-    result = drawn + at_step.to(tl.int64) * drawn_stride + row
-    if may_draw > 0:
-        mark, position = marks + tl.load(sequences + row).to(tl.int64) * V + token, positions + row
-        old_mark, new_position = tl.load(mark), tl.load(position) + 1
-        may_draw = tl.where((old_mark & IS_STOP) != 0, 0, may_draw - 1)
-        tl.debug_barrier()  # all warps have read the state that one of them writes now
-        tl.store(result, token.to(tl.int64))
-        tl.store(numbers + row, number + 1)
-        tl.store(mark, old_mark + 1)
-        tl.store(tokens + row, token.to(tl.int64))
-        tl.store(position, new_position)
-        tl.store(left + row, may_draw)
-        tl.store(sequences + row, -1, may_draw == 0)
-    else:
-        tl.store(result, tl.full((), -1, tl.int64))
-    tl.debug_barrier()
-    tl.store(step + row, at_step + 1)
+        at_step = tl.load(step + row)
+        result = drawn + at_step.to(tl.int64) * drawn_stride + row
+        if may_draw > 0:
+            mark, position = marks + tl.load(sequences + row).to(tl.int64) * V + token, positions + row
+            old_mark, new_position = tl.load(mark), tl.load(position) + 1
+            may_draw = tl.where((old_mark & IS_STOP) != 0, 0, may_draw - 1)
+            tl.debug_barrier()  # all warps have read the state that one of them writes now
+            tl.store(result, token.to(tl.int64))
+            tl.store(numbers + row, number + 1)
+            tl.store(mark, old_mark + 1)
+            tl.store(tokens + row, token.to(tl.int64))
+            tl.store(position, new_position)
+            tl.store(left + row, may_draw)
+            tl.store(sequences + row, -1, may_draw == 0)
+        else:
+            tl.store(result, tl.full((), -1, tl.int64))
+        tl.debug_barrier()
+        tl.store(step + row, at_step + 1)
 
 
 @triton.jit

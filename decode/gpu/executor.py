@@ -7,7 +7,6 @@ one of more rows is several.
 import copy
 from collections import deque
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +17,7 @@ from decode.changes import REFUSED, check_unchanged
 from decode.eager import are_numbers, check_step
 from decode.gpu.queue import Queue
 from decode.gpu.slots import AHEAD, Columns, Rows, SlotTable
-from decode.gpu.step import KVLayer, Step
+from decode.gpu.step import Step
 from decode.gpu.tables import MOST_STEPS, N_LANDINGS, CallTable
 
 BUCKETS = 8, 16, 32, 64, 128, 192, 256  # numbers of rows of a graph
@@ -78,8 +77,7 @@ class GPUExecutor:
         self.step, self.graphs = None, {}
         self.queue.forget()
         if self.layers:
-            columns, n = self.slots.columns, self.most_sequences
-            self.step = Step(self.functions, self.model, columns, self.layers, n)
+            self.step = Step(self.functions, self.model, self.slots.columns, self.layers, self.most_sequences)
 
     @contextmanager
     def on_device(self):
@@ -109,7 +107,7 @@ class GPUExecutor:
         """For n rows: 'layers', 'head', or 'draw', which is both and a draw. To record one spoils the inputs."""
         R = next(R for R in BUCKETS if R >= n)
         if (kind, R) not in self.graphs:
-            step, inputs, layers = self.step, self.table.inputs.rows(R), [KVLayer.of(each) for each in self.layers]
+            step, inputs, layers = self.step, self.table.inputs.rows(R), self.layers
             run = {'layers': lambda: step.hidden_states(inputs, layers), 'draw': lambda: step.draw(inputs, layers),
                    'head': lambda: step.head(step.x[inputs.wanted])}[kind]
             inputs.sequences.fill_(-1)  # what is run to be recorded writes nothing
@@ -136,18 +134,17 @@ class GPUExecutor:
 
     def logits_of(self, sequences, tokens, positions, counts, wanted):
         """Float32 (W, vocab_size) of the rows `wanted` of one step, which may be several graphs one after the other."""
-        most, N = self.most_sequences, len(tokens)
-        starts = np.fromiter(accumulate(counts, initial=0), np.int64, len(counts) + 1)
         logits = torch.empty(len(wanted), self.config.vocab_size, dtype=torch.float32, device=self.device)
-        for row in range(0, N, most):
-            end = min(row + most, N)
-            a, b = np.searchsorted(starts, row, 'right') - 1, np.searchsorted(starts, end)
-            first, last = np.searchsorted(wanted, (row, end)).tolist()
-            graphs = [self.graph('layers', end - row)]
+        of_token = np.repeat(np.arange(len(sequences)), counts)
+        for start in range(0, len(tokens), self.most_sequences):
+            end = min(start + self.most_sequences, len(tokens))
+            numbers, n_new = np.unique(of_token[start:end], return_counts=True)
+            first, last = np.searchsorted(wanted, (start, end)).tolist()
+            graphs = [self.graph('layers', end - start)]
             if first < last:
                 graphs.append(self.graph('head', last - first))
-            self.load(sequences[a:b], np.diff(starts[a:b + 1].clip(row, end)), tokens[row:end], positions[row:end],
-                      wanted=wanted[first:last] - row)
+            self.load([sequences[i] for i in numbers], n_new, tokens[start:end], positions[start:end],
+                      wanted=wanted[first:last] - start)
             self.table.send()
             for graph in graphs:
                 graph.replay()

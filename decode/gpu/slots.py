@@ -10,7 +10,6 @@ TILE = 128    # keys that attention reads at a time, or a part of it; tiles begi
 SPLIT = 128   # keys that attention adds up at a time, or in long texts a multiple of it; splits begin at multiples
 SPLITS = 32   # of the keys of a row, at most; a window may begin and end inside of one
 AHEAD = 64    # later positions of a sequence whose slots are written with those of its new ones
-NOTHING = 2**62, 0  # first and until of a row that has no slots
 
 
 class Columns(namedtuple('Columns', 'sinks ring n_columns n_splits')):
@@ -43,39 +42,38 @@ class Columns(namedtuple('Columns', 'sinks ring n_columns n_splits')):
 
 class Row:
     """
-    A row of the tables on the device, and what is there of a sequence: the slots of its `Runs` for the sinks and the
-    positions from first to until - 1, with a window the last `ring` of these; the marks and biases of its settings; and
-    in the marks how often it has drawn which token, of n_counted tokens, -1 if that is not known.
+    A row of the tables on the device, and what is there of a sequence: the slots of its `Runs` for the sinks and all
+    later tokens up to position until - 1; the marks and biases of its settings; and in the marks how often it has drawn
+    which token, of n_counted tokens, -1 if that is not known.
     """
-    __slots__ = 'number', 'sequence', 'runs', 'first', 'until', 'settings', 'n_counted'
+    __slots__ = 'number', 'sequence', 'runs', 'until', 'settings', 'n_counted'
 
-    def __init__(self, number):
-        self.number = number
-        self.give(None)
-
-    def give(self, sequence):
-        self.sequence, self.runs, self.settings, self.n_counted = sequence, None, None, -1
-        self.first, self.until = NOTHING
+    def __init__(self, number, sequence):
+        self.number, self.sequence, self.runs, self.until = number, sequence, None, 0
+        self.settings, self.n_counted = None, -1
 
 
 class Rows:
     """Which sequence has which of n rows: it keeps its row from step to step, until others need it."""
 
     def __init__(self, n):
-        self.of, self.free = OrderedDict(), [Row(number) for number in range(n)]  # the least recently used first
+        self.n, self.of = n, OrderedDict()  # the least recently used first
 
     def __call__(self, sequences):
         """The `Row` of each of up to n sequences."""
         for s in sequences:
             if id(s) not in self.of:
-                self.of[id(s)] = self.free.pop() if self.free else self.of.popitem(last=False)[1]
-                self.of[id(s)].give(s)
+                number = len(self.of) if len(self.of) < self.n else self.of.popitem(last=False)[1].number
+                self.of[id(s)] = Row(number, s)
             self.of.move_to_end(id(s))
         return [self.of[id(s)] for s in sequences]
 
 
 class SlotTable:
-    """table: int32 (n_rows, n_columns) on the device, see `Columns`. Pools make other `Runs` when slots change."""
+    """
+    table: int32 (n_rows, n_columns) on the device, see `Columns`. A sequence only goes on while it has the same `Runs`:
+    pools make others when slots change, and when it is cut.
+    """
 
     def __init__(self, columns, config, n_rows, device, queue):
         self.columns, self.n_sink, self.window, self.queue = columns, config.n_sink, config.window, queue
@@ -89,23 +87,19 @@ class SlotTable:
         """
         for row in rows:
             if row.runs is not row.sequence.runs:
-                row.runs, (row.first, row.until) = row.sequence.runs, NOTHING
-        held, until = np.array([(row.first, row.until) for row in rows]).T
-        first = np.maximum(starts - self.window + 1, 0) if self.window else np.zeros_like(starts)
-        known = (held <= first) & (starts <= until)
-        if self.window:
-            known &= until - first <= self.columns.ring
-        if (until < ends).any() or not known.all():
+                row.runs, row.until = row.sequence.runs, 0
+        until = np.array([row.until for row in rows])
+        if (until < ends).any():
             # the slots of later positions are written too, if the runs have them: the next steps then write none
             reach = np.array([row.runs.next[0] if row.runs.next else 0 for row in rows])
             ends = np.maximum(ends, np.minimum(reach, np.minimum(starts + AHEAD, self.max_positions)))
+            first = np.maximum(starts - self.window + 1, 0) if self.window else 0 * starts
+            sinks = np.where(until, 0, np.minimum(self.n_sink, ends))
             for row in rows:
-                row.first, row.until = NOTHING
-            sinks = np.where(known, 0, np.minimum(self.n_sink, ends))
-            self.write(rows, np.where(known, until, first), ends, sinks)
-            held, until = np.where(known, held, first), np.maximum(np.where(known, until, 0), ends)
-            for row, *now in zip(rows, held.tolist(), until.tolist()):
-                row.first, row.until = now
+                row.until = 0
+            self.write(rows, np.where(until, until, first), ends, sinks)
+            for row, end in zip(rows, np.maximum(until, ends).tolist()):
+                row.until = end
 
     def write(self, rows, first, ends, sinks):
         """Write the slots of the positions from first to ends - 1 of each sequence, and of its first `sinks`."""

@@ -4,31 +4,9 @@ One step of a GPT on a GPU, of Triton kernels; which of them follow each other.
 R rows are new tokens. A row with sequence -1 is padding: it writes no keys and values, sees none, and nothing reads its
 results. Activations are of the model's dtype; the residual stream x is float32, so that it is rounded nowhere.
 """
-from collections import namedtuple
-
 import torch
 
 from positions import alibi_slopes, rotary_angles, rotary_frequencies
-
-
-class KVLayer(namedtuple('KVLayer', 'k v k_scale v_scale')):
-    """
-    The keys and values of one layer, as they are stored (n_kv_head, n_slots, head_dim), in views of one dimension. The
-    scales of int8, float32, are those of `group` numbers each, at the same places divided by it; None otherwise.
-    """
-
-    @classmethod
-    def of(cls, layer):
-        """Of a `kvcache.storage.Layer`."""
-        stored = layer.k.data, layer.v.data, layer.k.scale, layer.v.scale
-        return cls(*(None if t is None else t.view(-1) for t in stored))
-
-
-class Geometry(namedtuple('Geometry', 'n_head n_kv_head head_dim window n_sink columns slopes n_slots group')):
-    """
-    What attention and the store of keys and values go by. window, n_sink: of the model. columns: of the slot table.
-    slopes: float32 (n_head,) of ALiBi, or None. n_slots, group: see `KVLayer`; group is 0 for other types than int8.
-    """
 
 
 class Step:
@@ -38,41 +16,41 @@ class Step:
     not for the model.
 
     x: float32 (n_rows, n_embd), what `hidden_states` has computed. logits: float32 (n_rows, vocab_size), of `head`.
+    slopes: float32 (n_head,) of ALiBi, or None. ended: int32 zeros, counters of a kernel, which leaves zeros: of each
+    row's heads, or of the tiles of a narrow linear.
     """
 
     def __init__(self, functions, model, columns, layers, n_rows):
-        self.functions, self.model, self.config = functions, model, model.config
+        self.functions, self.model, self.config, self.columns = functions, model, model.config, columns
         c, device, first = self.config, model.lm_head.weight.device, layers[0].k
         shape, n_numbers = (c.n_layer, c.n_kv_head * layers[0].n_slots * c.head_dim), first.data.numel()
         if shape != (len(layers), n_numbers):
             raise ValueError(f"there is room for {len(layers)} layers with {n_numbers} numbers of keys each, and the "
                              f"model has {shape}: make the slots for this model")
-        slopes = alibi_slopes(c.n_head, torch.float32, device) if c.position == 'alibi' else None
-        self.geometry = Geometry(c.n_head, c.n_kv_head, c.head_dim, c.window, c.n_sink, columns, slopes,
-                                 layers[0].n_slots, 0 if first.scale is None else first.group)
+        self.slopes = alibi_slopes(c.n_head, torch.float32, device) if c.position == 'alibi' else None
         self.frequencies = rotary_frequencies(c.head_dim, c.rope_theta, c.rope_scaling).to(device)
         self.x, self.logits = (torch.zeros(n_rows, n, dtype=torch.float32, device=device)
                                for n in (c.n_embd, c.vocab_size))
-        # counters of a kernel: of each row's heads, or of the tiles of a narrow linear, 8 rows and 16 numbers at least
+        # a tile has 8 rows and 16 numbers at least
         self.ended = torch.zeros((n_rows + 8) * max(c.n_head, 64), dtype=torch.int32, device=device)
 
     def hidden_states(self, inputs, layers, apart=False):
         """
-        Compute x of the rows of `StepInputs`, behind all layers. layers: a `KVLayer` for each. apart: each row is of
-        another sequence.
+        Compute x of the rows of `StepInputs`, behind all layers. layers: a `kvcache.storage.Layer` for each. apart:
+        each row is of another sequence.
         """
-        run, c, g, t, R = self.functions, self.config, self.geometry, self.model.transformer, len(inputs.tokens)
+        run, c, t, R = self.functions, self.config, self.model.transformer, len(inputs.tokens)
         x, angles = self.x[:R], self.angles(inputs.positions)
         of_x, qkv, y, hidden = (self.activations(R, n) for n in (
             c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_dim, c.n_head * c.head_dim, c.n_inner))
         q = self.activations(R, 1 if angles is None else angles.size(1), c.n_head, c.head_dim)
-        parts = x.new_empty(R, g.columns.n_splits, c.n_head, c.head_dim + 2)
+        parts = x.new_empty(R, self.columns.n_splits, c.n_head, c.head_dim + 2)
         run.embed(inputs, t.wte.weight, t.wpe.weight if 'wpe' in t else None, x)
-        for block, kv in zip(t.h, layers):
+        for block, layer in zip(t.h, layers):
             attn, mlp = block.attn, block.mlp
             run.normed(x, of_x, block.ln_1, c.norm == 'rms')
             run.linear(of_x, qkv, attn.c_attn, self.ended)
-            run.attend(qkv, q, y, parts, self.ended, angles, attn, kv, inputs, g, apart)
+            run.attend(self, attn, layer, inputs, qkv, q, y, parts, angles, apart)
             run.linear(y, x, attn.c_proj, self.ended, add=True)
             run.normed(x, of_x, block.ln_2, c.norm == 'rms')
             if c.mlp == 'gelu':

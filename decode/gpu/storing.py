@@ -6,29 +6,19 @@ A program computes one head of one row, so that no row depends on another.
 import triton
 import triton.language as tl
 
-from decode.gpu.ordering import overlap, wait
+from decode.gpu.ordering import wait
 
 
-def store(qkv, norms, arguments, constants):
-    """
-    Write the queries of a layer to q (R, kinds, n_head, head_dim), and its keys and values to their slots. qkv: (R,
-    (n_head + 2 * n_kv_head) * head_dim). Behind norms of queries and keys, if there are any, both are turned by angles.
-    arguments, constants: of `what_is_stored`.
-    """
-    weights, n_heads = [each and each.weight.detach() for each in norms], qkv.size(1) // constants['D']
-    store_kernel[len(qkv), n_heads](qkv, *arguments, *weights, norms[0].eps if norms[0] else 0.0, **constants,
-                                    **overlap(qkv), num_warps=1, enable_fp_fusion=False)
-
-
-def what_is_stored(q, angles, kv, inputs, geometry):
+def what_is_stored(step, layer, inputs, q, angles):
     """(arguments, {name: constant}) that `store_kernel` and `attention.attend_kernel` have in common."""
-    g, columns, padded = geometry, geometry.columns, max(16, triton.next_power_of_2(geometry.head_dim))
+    c, k, v, padded = step.config, layer.k, layer.v, max(16, triton.next_power_of_2(step.config.head_dim))
     # numbers that share a scale in int8: a power of two, or all of a head, which is padded to one; 0 for other types
-    group_size = padded if g.group == g.head_dim else g.group
-    return (q, angles, kv.k, kv.v, kv.k_scale, kv.v_scale, inputs.positions, inputs.sequences, inputs.slot_table,
-            inputs.slot_table.stride(0), g.n_slots), dict(
-        N_HEAD=g.n_head, N_KV_HEAD=g.n_kv_head, D=g.head_dim, PADDED=padded, KINDS=q.size(1), N_SINK=g.n_sink,
-        SINKS=columns.sinks, RING=columns.ring, GROUP=g.group, GROUP_SIZE=group_size)
+    group = 0 if k.scale is None else k.group
+    return (q, angles, k.data, v.data, k.scale, v.scale, inputs.positions, inputs.sequences, inputs.slot_table,
+            inputs.slot_table.stride(0), layer.n_slots), dict(
+        N_HEAD=c.n_head, N_KV_HEAD=c.n_kv_head, D=c.head_dim, PADDED=padded, KINDS=q.size(1), N_SINK=c.n_sink,
+        SINKS=step.columns.sinks, RING=step.columns.ring, GROUP=group,
+        GROUP_SIZE=padded if group == c.head_dim else group)
 
 
 # fused multiply-adds are off: a rotation then has the bits of PyTorch's, and so do the int8 codes
