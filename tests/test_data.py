@@ -15,19 +15,17 @@ from functools import partial
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHARED_TEXT, run
+from conftest import SHARED_TEXT, run
+from example_models import TIKTOKEN_CACHE, json_tokenizer, needs_byte_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, os.path.join(ROOT, 'data'))
-import prepare_text
-
 import tokenizer as tokenizers
+from data import prepare_text
 from tokenizer import CharTokenizer
 from training.batches import Batches, check_tokenizer, open_tokens, vocab_size_of
 
 TEXT = 'To be, or not to be: that is the question.\n' * 50
-TIKTOKEN_CACHE = os.path.join(os.path.dirname(os.path.dirname(SHARED_TEXT)), 'tiktoken_cache')
 
 
 @pytest.fixture
@@ -115,26 +113,7 @@ def test_the_real_tinyshakespeare_has_the_known_counts(empty):
         assert 'train.bin: 301,966 tokens' in done.stdout and 'val.bin: 36,059 tokens' in done.stdout
 
 
-@pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
-def test_docstrings_of_installed_packages(empty, monkeypatch, capsys):
-    """Those with several lines, once each; a file of another Python is passed over."""
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
-    package = empty / 'mine'
-    package.mkdir()
-    (package / '__init__.py').write_text('"""One\nfor all."""\n\n\ndef f():\n    """Same\n    text."""\n')
-    (package / 'more.py').write_text('def g():\n    """Same\n    text."""\n\n\nclass A:\n    """A line."""\n')
-    (package / 'newer.py').write_text('"""Not\nread."""\ndef f(:')
-    prepare_here(empty, 'docstrings', monkeypatch, '--packages=mine')
-    n = len('One.for all....Same.text.')
-    assert f"{n} characters from docstrings of mine" in capsys.readouterr().out
-    for packages, message in (('nowhere', "no package 'nowhere'"), ('../mine', "no package '../mine'"),
-                              ('json.decoder', 'there is no package')):
-        with pytest.raises(SystemExit):
-            prepare_here(empty, 'docstrings', monkeypatch, f'--packages={packages}')
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
+@needs_byte_pairs
 def test_gpt2_byte_pairs(monkeypatch):
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
     bpe = tokenizers.from_state({'kind': 'gpt2'})
@@ -232,7 +211,7 @@ def test_token_files_that_cannot_be_right(tmp_path):
         Batches(str(tmp_path), 'val', 1, 8, 100, 'cpu')
 
 
-@pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
+@needs_byte_pairs
 def test_openwebtext_is_written_in_order_with_an_end_after_each_document(repo, monkeypatch):
     """Against a stand-in for `datasets` with the few methods the script calls."""
     class Rows(list):
@@ -305,15 +284,9 @@ def test_ids_of_two_bytes_are_taken_for_nothing_else(tokens):
         assert list(open_tokens(folder, 'train', 8)) == tokens
 
 
-def byte_level_json(n, added=(), template=None):
-    """A tokenizer.json of byte-level BPE with n tokens, by the tokenizers library, and added ones."""
-    tokenizers_library = pytest.importorskip('tokenizers')
-    library = tokenizers_library.Tokenizer(tokenizers_library.models.BPE())
-    library.pre_tokenizer = tokenizers_library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers_library.decoders.ByteLevel()
-    alphabet = tokenizers_library.pre_tokenizers.ByteLevel.alphabet()
-    library.train_from_iterator([TEXT], tokenizers_library.trainers.BpeTrainer(
-        vocab_size=n, initial_alphabet=sorted(alphabet), show_progress=False))
+def byte_level_json(n, added=()):
+    """A tokenizer.json of byte-level BPE with n tokens, and added ones behind them."""
+    library = json_tokenizer(TEXT, n, ()).library
     library.add_special_tokens([*added])
     return library.to_str()
 
