@@ -1,6 +1,5 @@
 """Data preparation against a local server, tokenizers, token files and batches."""
 import hashlib
-import http.server
 import json
 import os
 import pickle
@@ -9,9 +8,7 @@ import shutil
 import struct
 import sys
 import tempfile
-import threading
 import types
-from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +16,7 @@ from conftest import SHARED_TEXT, run
 from example_models import TIKTOKEN_CACHE, json_tokenizer, needs_byte_pairs
 from hypothesis import given
 from hypothesis import strategies as st
+from test_own_tokenizer import server  # noqa: F401
 
 import tokenizer as tokenizers
 from data import prepare_text
@@ -26,20 +24,6 @@ from tokenizer import CharTokenizer
 from training.batches import Batches, check_tokenizer, open_tokens, vocab_size_of
 
 TEXT = 'To be, or not to be: that is the question.\n' * 50
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """The URL of a web server for prepare_text.py, which expects TEXT. It has TEXT at /input.txt alone."""
-    (tmp_path / 'served').mkdir()
-    (tmp_path / 'served' / 'input.txt').write_text(TEXT)
-    (tmp_path / 'served' / 'changed.txt').write_text('something else')
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / 'served')
-    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, args=[0.01], daemon=True).start()
-        monkeypatch.setattr(prepare_text, 'SHA256', hashlib.sha256(TEXT.encode()).hexdigest())
-        yield f'http://127.0.0.1:{httpd.server_port}'
-        httpd.shutdown()
 
 
 @pytest.fixture
@@ -62,35 +46,33 @@ def download(repo, url, monkeypatch):
     prepare_here(repo, 'shakespeare_char', monkeypatch)
 
 
-def test_the_text_is_downloaded_checked_and_kept(empty, server, monkeypatch):
+def test_the_text_is_downloaded_checked_and_kept(empty, server, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr(prepare_text, 'SHA256', hashlib.sha256(TEXT.encode()).hexdigest())
+    server.files |= {'/input.txt': TEXT.encode(), '/changed.txt': b'something else'}
     folder = empty / 'data' / 'shakespeare_char'
-    download(empty, f'{server}/input.txt', monkeypatch)
+    with pytest.raises(SystemExit) as end:
+        download(empty, f'{server.url}/changed.txt', monkeypatch)
+    assert end.value.code == 2 and 'sha256' in capsys.readouterr().err and not (folder / 'input.txt').exists()
+    download(empty, f'{server.url}/input.txt', monkeypatch)
     assert (folder / 'input.txt').read_text() == TEXT
     chars = sorted(set(TEXT))
     meta = json.loads((folder / 'meta.json').read_text())
     assert meta['chars'] == ''.join(chars) and meta['source'] == 'tinyshakespeare'  # by its hash
     train, val = (np.fromfile(folder / f'{split}.bin', dtype=np.uint16) for split in ('train', 'val'))
     assert ''.join(chars[i] for i in [*train, *val]) == TEXT and len(train) == int(len(TEXT) * 0.9)
-    download(empty, f'{server}/missing.txt', monkeypatch)  # what was kept is used
+    download(empty, f'{server.url}/missing.txt', monkeypatch)  # what was kept is used
     assert json.loads((folder / 'meta.json').read_text()) == meta
-
-
-def test_a_changed_download_is_refused(empty, server, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as end:
-        download(empty, f'{server}/changed.txt', monkeypatch)
-    assert end.value.code == 2 and 'sha256' in capsys.readouterr().err
-    assert not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
 
 
 @pytest.mark.parametrize('url, name, value', [
     ('{server}/missing.txt', '', ''), ('http://127.0.0.1:1/input.txt', '', ''),
     ('https://127.0.0.1:1/input.txt', 'REQUESTS_CA_BUNDLE', '/nowhere'),
     ('https://127.0.0.1:1/input.txt', 'HTTPS_PROXY', 'http://[::1')])
-def test_without_an_answer_the_stand_in_is_used_loudly(empty, server, url, name, value, monkeypatch, capsys):
+def test_without_an_answer_a_loud_stand_in_is_used(empty, server, url, name, value, monkeypatch, capsys):  # noqa: F811
     """Or with a wrong setting of the network."""
     if name:
         monkeypatch.setenv(name, value)
-    download(empty, url.format(server=server), monkeypatch)
+    download(empty, url.format(server=server.url), monkeypatch)
     assert '!! USING A STAND-IN' in capsys.readouterr().err
     meta = json.loads((empty / 'data' / 'shakespeare_char' / 'meta.json').read_text())
     assert 'stand-in' in meta['source'] and not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
