@@ -48,19 +48,19 @@ def download(repo, url, monkeypatch):
 
 def test_the_text_is_downloaded_checked_and_kept(empty, server, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr(prepare_text, 'SHA256', hashlib.sha256(TEXT.encode()).hexdigest())
-    server.files |= {'/input.txt': TEXT.encode(), '/changed.txt': b'something else'}
+    server.content |= {'/input.txt': TEXT.encode(), '/changed.txt': b'something else'}
     folder = empty / 'data' / 'shakespeare_char'
     with pytest.raises(SystemExit) as end:
-        download(empty, f'{server.url}/changed.txt', monkeypatch)
+        download(empty, f'{server.address}/changed.txt', monkeypatch)
     assert end.value.code == 2 and 'sha256' in capsys.readouterr().err and not (folder / 'input.txt').exists()
-    download(empty, f'{server.url}/input.txt', monkeypatch)
+    download(empty, f'{server.address}/input.txt', monkeypatch)
     assert (folder / 'input.txt').read_text() == TEXT
     chars = sorted(set(TEXT))
     meta = json.loads((folder / 'meta.json').read_text())
     assert meta['chars'] == ''.join(chars) and meta['source'] == 'tinyshakespeare'  # by its hash
     train, val = (np.fromfile(folder / f'{split}.bin', dtype=np.uint16) for split in ('train', 'val'))
     assert ''.join(chars[i] for i in [*train, *val]) == TEXT and len(train) == int(len(TEXT) * 0.9)
-    download(empty, f'{server.url}/missing.txt', monkeypatch)  # what was kept is used
+    download(empty, f'{server.address}/missing.txt', monkeypatch)  # what was kept is used
     assert json.loads((folder / 'meta.json').read_text()) == meta
 
 
@@ -72,7 +72,7 @@ def test_without_an_answer_a_loud_stand_in_is_used(empty, server, url, name, val
     """Or with a wrong setting of the network."""
     if name:
         monkeypatch.setenv(name, value)
-    download(empty, url.format(server=server.url), monkeypatch)
+    download(empty, url.format(server=server.address), monkeypatch)
     assert '!! USING A STAND-IN' in capsys.readouterr().err
     meta = json.loads((empty / 'data' / 'shakespeare_char' / 'meta.json').read_text())
     assert 'stand-in' in meta['source'] and not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
