@@ -148,19 +148,18 @@ def side_by_side(function, items):
         return results + [each.result() for each in going]
 
 
-def fastest_threads(step, rounds=5, seconds=2.0, limit=1.0, margin=0.1):
+def fastest_threads(step, rounds=5, seconds=2.0, limit=1.0):
     """
     Set torch to the number of CPU threads with which step() is fastest: its own number, half of it, and so on to 1.
     Returns (threads, {threads: median seconds}).
 
     Every round tries every number once, so that other programs on the machine slow all of them down alike. No new round
-    begins after `seconds`. Torch's own number is kept unless another one is faster by more than `margin`, a fraction.
+    begins after `seconds`. Torch's own number is kept unless another one is faster by more than a tenth.
     With fewer threads the time is expected to fall and then to rise: after a number that takes twice the best time so
     far, no smaller one is tried. Nothing is tried, and the second is {}, if torch has one thread only, or if a step
     takes more than `limit` seconds: such a step is large enough for all threads.
     """
-    threads = most = torch.get_num_threads()
-    times = {}
+    most, times = torch.get_num_threads(), {}
 
     def timed(n):
         torch.set_num_threads(n)
@@ -170,21 +169,19 @@ def fastest_threads(step, rounds=5, seconds=2.0, limit=1.0, margin=0.1):
     if most == 1 or timed(most) > limit:
         return most, {}
     end = time.perf_counter() + seconds
-    try:
-        for round_ in range(rounds + 1):
-            for n in list(times) if round_ else [most >> halvings for halvings in range(most.bit_length())]:
-                taken = timed(n)
-                if round_ == 0 and times and taken > 2 * min(min(t) for t in times.values()):
-                    break
-                times.setdefault(n, []).append(taken)
-            if time.perf_counter() > end:
+    for round_ in range(rounds + 1):
+        for n in list(times) if round_ else [most >> halvings for halvings in range(most.bit_length())]:
+            taken = timed(n)
+            if round_ == 0 and times and taken > 2 * min(min(t) for t in times.values()):
                 break
-        # the first time is not counted: it also wakes threads and fills caches
-        medians = {n: statistics.median(t[1:] or t) for n, t in times.items()}
-        best = min(medians, key=medians.get)
-        threads = best if medians[best] < (1 - margin) * medians[most] else most
-    finally:
-        torch.set_num_threads(threads)
+            times.setdefault(n, []).append(taken)
+        if time.perf_counter() > end:
+            break
+    # the first time is not counted: it also wakes threads and fills caches
+    medians = {n: statistics.median(t[1:] or t) for n, t in times.items()}
+    best = min(medians, key=medians.get)
+    threads = best if medians[best] < 0.9 * medians[most] else most
+    torch.set_num_threads(threads)
     return threads, medians
 
 

@@ -5,6 +5,8 @@ train.bin, val.bin and meta.json, and a tokenizer.json where the tokenizer has o
 import hashlib
 import json
 import os
+import pydoc_data.topics
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -25,12 +27,16 @@ LEAST_VOCAB, MOST_VOCAB = 257, 2**18  # of byte pairs: 256 bytes and <|endoftext
 def get_text(folder, path):
     """
     (text, its source). The text is the file at path if there is a path, else folder/input.txt, which is downloaded if
-    it is not there.
+    it is not there. Without a network it is a stand-in.
 
-    ConnectionError if the download fails. ValueError if the file is empty or not UTF-8, or the download another text.
+    ValueError if the file is empty or not UTF-8, or if the download broke off or is another text.
     """
     kept = os.path.join(folder, 'input.txt')
-    path, source = (path, path) if path else (download(URL, kept, sha256=SHA256), 'input.txt')
+    try:
+        path, source = (path, path) if path else (download(URL, kept, sha256=SHA256), 'input.txt')
+    except ConnectionError as e:
+        texts, source = stand_in(e, f"connect to the internet and run this again, or put it into {kept}")
+        return '\n\n'.join(texts), source
     text = tokenizers.read_text(path)
     if not text:
         raise ValueError(f"{path} is empty")
@@ -82,6 +88,14 @@ def download(url, path, most=0, sha256=''):
                          f"{sha256[:12]}...; try again, or pass a text with --input=PATH")
     os.replace(part, path)
     return path
+
+
+def stand_in(error, advice):
+    """(texts, their source): the help texts of Python, where a text could not be downloaded. stderr says so loudly."""
+    print(f"\n!! {error}.\n!! USING A STAND-IN: the help texts of Python. A model can be trained on them.\n"
+          f"!! For the real text, {advice}.\n", file=sys.stderr)
+    topics = pydoc_data.topics.topics
+    return [topics[name] for name in sorted(topics)], "stand-in (pydoc_data.topics, no network)"
 
 
 def tokenizer_for(texts, name, vocab_size):

@@ -10,25 +10,18 @@ TRAIN = [  # settings, what the line has to say
     ('--batchsize=3', "unknown setting 'batchsize' (command line): did you mean batch_size?"),
     ('--n_embd=15', 'n_embd 15 must be divisible by n_head 2'),
     (f'--n_embd={2**62}', 'n_embd must be a positive integer up to 16,777,216'),
-    (f'--n_layer={10**6}', 'n_layer must be a positive integer up to 4,096'),
-    ('--rope_theta=0', 'rope_theta must be at least 1'),
     ('--batch_size=0', 'batch_size must be at least 1'),
     ('--grad_clip=-1', 'grad_clip must be at least 0, not -1'),
     ('--seed=-1', 'seed must be at least 0, not -1'),
     ('--backend=foo', "backend must be auto, nccl or gloo, not 'foo'"),
     ('--device=cuda:99', 'cuda:99 was asked for'),
     ('--device=tpu', 'device must be auto'),
-    ('--device=cpu:abc', 'device must be auto'),
     ('--dtype=int8', 'dtype must be auto'),
     ('--dataset=nowhere', 'no data/nowhere/train.bin: run python data/nowhere/prepare.py'),
-    ('--dataset=torn', 'prepare more text'),
-    ('--dataset=toolarge', 'vocab_size is 3'),
     ('--block_size=100000', 'prepare more text or lower block_size'),
     ('--init_from=resume --out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt'),
     ('--init_from=resume --out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
     ('--init_from=resume --out_dir=weightsonly', 'no optimizer state'),
-    ('--init_from=resume --out_dir=badmoments', 'exp_avg is (3,), and its parameter'),
-    ('--init_from=resume --out_dir=badrng', 'the rng state of the checkpoint does not fit'),
     ('--dataset=openwebtext --n_layer=300 --n_embd=1536', 'no data/openwebtext/train.bin'),  # before a model is built
     ('--init_from=gpt3', 'neither gpt2, gpt2-medium'),
     ('--out_dir=train.py', 'File exists'),
@@ -37,15 +30,12 @@ TRAIN = [  # settings, what the line has to say
 SAMPLE = [
     ('--out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt: train one first'),
     ('--out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
-    ('--out_dir=notours', 'not a checkpoint of train.py'),
-    ('--init_from=emptyfolder', 'neither gpt2'),
     ('--init_from=gpt2', 'gpt2 could not be downloaded'),
     ('--start=日本', "characters the model never saw: '日' '本'"),
     ('--stop=日', "stop='日' can never come up: characters the model never saw"),
     ('--when_full=roll', 'learned positions end at block_size'),
     ('--when_full=shift --keep=99', 'n_keep=0 and keep=99 tokens of a full context'),
     ('--draft=nowhere', 'neither gpt2'),
-    ('--kv_bits=8 --weights=int8', 'does not read keys and values in int8 with heads of 8 channels'),
     ('--chat', 'this model has no chat, because its tokenizer has no chat template: leave out --chat'),
 ]
 SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
@@ -153,24 +143,16 @@ json.dump(ended, open('ended.json', 'w'))
 
 def test_every_bad_input_ends_in_one_clear_line(repo, trained):
     shutil.copytree(trained / 'out', repo / 'out')
-    (repo / 'emptyfolder').mkdir()
     whole = (repo / 'out' / 'ckpt.pt').read_bytes()
     for path, content in {
             'damaged/ckpt.pt': whole[:-2000], 'binary.txt': b'\xff\xfe\x00\x80', 'empty.txt': b'',
-            'gguf.py': b'raise ImportError',  # as if it were not installed
-            **{f'data/torn/{split}.bin': b'123' for split in ('train', 'val')},
-            **{f'data/toolarge/{split}.bin': b'\x00\x09' * 100 for split in ('train', 'val')},
-            'data/toolarge/meta.json': b'{"kind": "char", "chars": "abc", "dtype": "uint16"}'}.items():
+            'gguf.py': b'raise ImportError'}.items():  # as if it were not installed
         (repo / path).parent.mkdir(exist_ok=True)
         (repo / path).write_bytes(content)
-    for name, change in dict(
-            weightsonly=lambda c: c.pop('optimizer'), notours=lambda c: c.pop('model_args'),
-            badmoments=lambda c: c['optimizer']['state'][0].update(exp_avg=torch.ones(3)),
-            badrng=lambda c: c['rng'].update(torch=torch.ones(3, dtype=torch.uint8))).items():
-        checkpoint = torch.load(repo / 'out' / 'ckpt.pt', weights_only=True)
-        change(checkpoint)
-        (repo / name).mkdir()
-        torch.save(checkpoint, repo / name / 'ckpt.pt')
+    checkpoint = torch.load(repo / 'out' / 'ckpt.pt', weights_only=True)
+    del checkpoint['optimizer']
+    (repo / 'weightsonly').mkdir()
+    torch.save(checkpoint, repo / 'weightsonly' / 'ckpt.pt')
     (repo / 'driver.py').write_text(DRIVER)
     (repo / 'cases.json').write_text(json.dumps([[script, *settings] for script, settings, _ in BAD]))
     done, unclear = run(repo, 'driver.py', CUDA_VISIBLE_DEVICES=''), []  # on a GPU other errors come first

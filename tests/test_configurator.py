@@ -64,9 +64,8 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
 @pytest.mark.parametrize('argv, message', [
     (['--step=3'], 'did you mean steps'), (['--zzz=3'], 'see --help'), (['--steps=many'], 'steps must be int'),
     (['--steps=1.5'], 'steps must be int'),
-    (['--loud=1'], 'loud must be bool'), (['--loud=yes'], 'loud must be bool'),
-    (['--rate=fast'], 'rate must be float'), (['--steps'], '--key=value'), (['-steps=3'], '--key=value'),
-    (['--name'], '--key=value'), (['-loud'], '--key=value'), (['--louder'], '--key=value'),
+    (['--loud=1'], 'loud must be bool'), (['--rate=fast'], 'rate must be float'), (['--steps'], '--key=value'),
+    (['-steps=3'], '--key=value'), (['-loud'], '--key=value'),
     (['nothing.py'], "no config file 'nothing.py'"), (['typo.py'], 'typo.py.*did you mean steps'),
     (['broken.py'], 'broken.py: SyntaxError'), (['dies.py'], 'dies.py: ZeroDivisionError'),
     (['latin.py'], 'latin.py is not UTF-8 text'),

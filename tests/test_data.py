@@ -1,6 +1,5 @@
 """Data preparation against a local server, tokenizers, token files and batches."""
 import hashlib
-import http.server
 import json
 import os
 import pickle
@@ -9,39 +8,22 @@ import shutil
 import struct
 import sys
 import tempfile
-import threading
 import types
-from functools import partial
 
 import numpy as np
 import pytest
-from conftest import ROOT, SHARED_TEXT, run
+from conftest import SHARED_TEXT, run
+from example_models import TIKTOKEN_CACHE, json_tokenizer, needs_byte_pairs
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, os.path.join(ROOT, 'data'))
-import prepare_text
+from test_own_tokenizer import server  # noqa: F401
 
 import tokenizer as tokenizers
+from data import prepare_text
 from tokenizer import CharTokenizer
 from training.batches import Batches, check_tokenizer, open_tokens, vocab_size_of
 
 TEXT = 'To be, or not to be: that is the question.\n' * 50
-TIKTOKEN_CACHE = os.path.join(os.path.dirname(os.path.dirname(SHARED_TEXT)), 'tiktoken_cache')
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """The URL of a web server for prepare_text.py, which expects TEXT. It has TEXT at /input.txt alone."""
-    (tmp_path / 'served').mkdir()
-    (tmp_path / 'served' / 'input.txt').write_text(TEXT)
-    (tmp_path / 'served' / 'changed.txt').write_text('something else')
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / 'served')
-    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, args=[0.01], daemon=True).start()
-        monkeypatch.setattr(prepare_text, 'SHA256', hashlib.sha256(TEXT.encode()).hexdigest())
-        yield f'http://127.0.0.1:{httpd.server_port}'
-        httpd.shutdown()
 
 
 @pytest.fixture
@@ -64,35 +46,33 @@ def download(repo, url, monkeypatch):
     prepare_here(repo, 'shakespeare_char', monkeypatch)
 
 
-def test_the_text_is_downloaded_checked_and_kept(empty, server, monkeypatch):
+def test_the_text_is_downloaded_checked_and_kept(empty, server, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setattr(prepare_text, 'SHA256', hashlib.sha256(TEXT.encode()).hexdigest())
+    server.content |= {'/input.txt': TEXT.encode(), '/changed.txt': b'something else'}
     folder = empty / 'data' / 'shakespeare_char'
-    download(empty, f'{server}/input.txt', monkeypatch)
+    with pytest.raises(SystemExit) as end:
+        download(empty, f'{server.address}/changed.txt', monkeypatch)
+    assert end.value.code == 2 and 'sha256' in capsys.readouterr().err and not (folder / 'input.txt').exists()
+    download(empty, f'{server.address}/input.txt', monkeypatch)
     assert (folder / 'input.txt').read_text() == TEXT
     chars = sorted(set(TEXT))
     meta = json.loads((folder / 'meta.json').read_text())
     assert meta['chars'] == ''.join(chars) and meta['source'] == 'tinyshakespeare'  # by its hash
     train, val = (np.fromfile(folder / f'{split}.bin', dtype=np.uint16) for split in ('train', 'val'))
     assert ''.join(chars[i] for i in [*train, *val]) == TEXT and len(train) == int(len(TEXT) * 0.9)
-    download(empty, f'{server}/missing.txt', monkeypatch)  # what was kept is used
+    download(empty, f'{server.address}/missing.txt', monkeypatch)  # what was kept is used
     assert json.loads((folder / 'meta.json').read_text()) == meta
-
-
-def test_a_changed_download_is_refused(empty, server, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as end:
-        download(empty, f'{server}/changed.txt', monkeypatch)
-    assert end.value.code == 2 and 'sha256' in capsys.readouterr().err
-    assert not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
 
 
 @pytest.mark.parametrize('url, name, value', [
     ('{server}/missing.txt', '', ''), ('http://127.0.0.1:1/input.txt', '', ''),
     ('https://127.0.0.1:1/input.txt', 'REQUESTS_CA_BUNDLE', '/nowhere'),
     ('https://127.0.0.1:1/input.txt', 'HTTPS_PROXY', 'http://[::1')])
-def test_without_an_answer_the_stand_in_is_used_loudly(empty, server, url, name, value, monkeypatch, capsys):
+def test_without_an_answer_a_loud_stand_in_is_used(empty, server, url, name, value, monkeypatch, capsys):  # noqa: F811
     """Or with a wrong setting of the network."""
     if name:
         monkeypatch.setenv(name, value)
-    download(empty, url.format(server=server), monkeypatch)
+    download(empty, url.format(server=server.address), monkeypatch)
     assert '!! USING A STAND-IN' in capsys.readouterr().err
     meta = json.loads((empty / 'data' / 'shakespeare_char' / 'meta.json').read_text())
     assert 'stand-in' in meta['source'] and not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
@@ -115,26 +95,7 @@ def test_the_real_tinyshakespeare_has_the_known_counts(empty):
         assert 'train.bin: 301,966 tokens' in done.stdout and 'val.bin: 36,059 tokens' in done.stdout
 
 
-@pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
-def test_docstrings_of_installed_packages(empty, monkeypatch, capsys):
-    """Those with several lines, once each; a file of another Python is passed over."""
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
-    package = empty / 'mine'
-    package.mkdir()
-    (package / '__init__.py').write_text('"""One\nfor all."""\n\n\ndef f():\n    """Same\n    text."""\n')
-    (package / 'more.py').write_text('def g():\n    """Same\n    text."""\n\n\nclass A:\n    """A line."""\n')
-    (package / 'newer.py').write_text('"""Not\nread."""\ndef f(:')
-    prepare_here(empty, 'docstrings', monkeypatch, '--packages=mine')
-    n = len('One.for all....Same.text.')
-    assert f"{n} characters from docstrings of mine" in capsys.readouterr().out
-    for packages, message in (('nowhere', "no package 'nowhere'"), ('../mine', "no package '../mine'"),
-                              ('json.decoder', 'there is no package')):
-        with pytest.raises(SystemExit):
-            prepare_here(empty, 'docstrings', monkeypatch, f'--packages={packages}')
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
+@needs_byte_pairs
 def test_gpt2_byte_pairs(monkeypatch):
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
     bpe = tokenizers.from_state({'kind': 'gpt2'})
@@ -232,7 +193,7 @@ def test_token_files_that_cannot_be_right(tmp_path):
         Batches(str(tmp_path), 'val', 1, 8, 100, 'cpu')
 
 
-@pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
+@needs_byte_pairs
 def test_openwebtext_is_written_in_order_with_an_end_after_each_document(repo, monkeypatch):
     """Against a stand-in for `datasets` with the few methods the script calls."""
     class Rows(list):
@@ -305,15 +266,9 @@ def test_ids_of_two_bytes_are_taken_for_nothing_else(tokens):
         assert list(open_tokens(folder, 'train', 8)) == tokens
 
 
-def byte_level_json(n, added=(), template=None):
-    """A tokenizer.json of byte-level BPE with n tokens, by the tokenizers library, and added ones."""
-    tokenizers_library = pytest.importorskip('tokenizers')
-    library = tokenizers_library.Tokenizer(tokenizers_library.models.BPE())
-    library.pre_tokenizer = tokenizers_library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers_library.decoders.ByteLevel()
-    alphabet = tokenizers_library.pre_tokenizers.ByteLevel.alphabet()
-    library.train_from_iterator([TEXT], tokenizers_library.trainers.BpeTrainer(
-        vocab_size=n, initial_alphabet=sorted(alphabet), show_progress=False))
+def byte_level_json(n, added=()):
+    """A tokenizer.json of byte-level BPE with n tokens, and added ones behind them."""
+    library = json_tokenizer(TEXT, n, ()).library
     library.add_special_tokens([*added])
     return library.to_str()
 

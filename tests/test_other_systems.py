@@ -2,21 +2,20 @@
 macOS and Windows without a machine: threads wait by the calls of these systems, which are given here by futexes; and
 scripts run where calls that Windows or macOS lack are missing.
 """
-import os
 import platform
 import signal
 import sys
 from importlib.util import find_spec
 
 import pytest
-from conftest import ROOT, SERVING, TIMEOUT, TINY, run, sizes, start
+from conftest import ROOT, SERVING, TIMEOUT, TINY, run, start
 
 FUTEXES = {'x86_64': 202, 'aarch64': 98}
 needs_futexes = pytest.mark.skipif(sys.platform != 'linux' or platform.machine() not in FUTEXES,
                                    reason="the calls of other systems are made of Linux's futexes")
 
-# This program gives compiled code the system calls of another system, and then runs `work`.
-CALLS = f'''
+# This program gives compiled code the system calls of another system. Then two threads wait for each other by them.
+MEET = f'''
 import ctypes, sys, threading, time
 from collections import Counter
 import llvmlite.binding as llvm, numba, numpy as np, torch
@@ -95,8 +94,6 @@ llvm.load_library_permanently = lambda name: calls.update([name])
 sys.platform, system = sys.argv[1], sys.platform
 from decode.kernel import threads
 sys.platform = system
-'''
-MEET = CALLS + '''
 from decode.kernel.threads import barrier, clock, observe, publish
 from decode.kernel.vectors import longs_at
 threads.SPIN = 0
@@ -145,28 +142,6 @@ def test_threads_wait_by_the_calls_of_the_system(tmp_path, system, clock, called
     done = run(tmp_path, '-c', MEET, system, clock)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout.split()[:3] == ['True', '0', '0'] and {*done.stdout.split()[3:]} == called
-
-
-STEPS = f'''
-sys.path.insert(0, {os.path.dirname(__file__)!r})
-from tiny_models import model_of
-from decode.cpu import CPUExecutor
-from engine import Engine
-engine = Engine(model_of('llama'), CPUExecutor(model_of('llama'), threads=2))
-for seed in range(4):
-    print(engine.generate([[1, 2, 3]], 30, 2, seed))
-    time.sleep(0.02)
-'''
-
-
-@needs_futexes
-@pytest.mark.skipif(not sizes(False, True), reason="only at full size: the step is compiled for each system")
-@pytest.mark.parametrize('system, clock', [('darwin', 8), ('win32', None), ('freebsd14', 1)])
-def test_steps_on_two_threads_give_the_same_tokens(tmp_path, system, clock):
-    here, there = (run(tmp_path, '-c', code, system, clock, NUMBA_CACHE_DIR=str(tmp_path / folder))
-                   for code, folder in ((f'import sys, time; sys.path.insert(0, {ROOT!r})' + STEPS, 'here'),
-                                        (CALLS + STEPS, 'there')))
-    assert here.returncode == there.returncode == 0 and here.stdout == there.stdout, there.stderr
 
 
 HIDING = """

@@ -3,20 +3,19 @@ import os
 import shutil
 import signal
 import sys
-import time
+from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import TINY, run, sizes, start, start_training
-from test_train import FOREVER, changed_train, log, rows, same, stopped, train, wait_for_rows, wait_until, with_a_run
+from conftest import TINY, run, sizes, start_training
+from test_train import FOREVER, changed_train, log, rows, same, stopped, train, wait_for_rows, with_a_run
 
 import checkpoint as checkpoints
-from configurator import Settings
 from model import GPT, GPTConfig
 from training import stopping
 from training.checkpointer import Checkpointer
 from training.log import Log
-from training.resuming import load_furthest, settle_shape
+from training.resuming import load_furthest
 
 SINKS = '--position=rope', '--window=6', '--n_sink=2', '--n_kv_head=1', '--rope_theta=500'
 WSD = '--lr_schedule=wsd', '--cooldown_frac=0.8', '--lr_decay_iters=20'
@@ -72,77 +71,46 @@ def test_a_signal_during_an_evaluation_costs_neither_it_nor_exactness(repo, max_
     assert evaluated == straight
 
 
-def test_a_sigint_that_is_ignored_at_entry_stays_so_and_sigterm_stops(repo):
-    script = changed_train(repo, 'signal.signal(signal.SIGINT, signal.SIG_IGN)')
-    process = start(repo, script, *TINY, *FOREVER)
-    wait_for_rows(process, repo / 'out', 5)
-    process.send_signal(signal.SIGINT)
-    wait_for_rows(process, repo / 'out', rows(repo / 'out') + 20)
-    out, err = stopped(process)
-    assert 'saved to out/ckpt.pt' in out and 'SIGINT' not in err and 'SIGTERM' in err
-
-
 @pytest.fixture
-def request_at(monkeypatch):
-    """
-    A function of (under torchrun?) that returns a StopRequest whose method `at(seconds, signum)` is a signal at that
-    time. It handles no signal of this process.
-    """
-    def make(under_torchrun):
-        monkeypatch.setattr(stopping.os, 'environ', {'RANK': '0'} if under_torchrun else {})
-        request = stopping.StopRequest()
-
-        def at(seconds, signum):
-            monkeypatch.setattr(stopping.time, 'monotonic', lambda: seconds)
-            request.ask(signum, None)
-        request.at = at
-        return request
-
-    monkeypatch.setattr(stopping.signal, 'signal', lambda signum, handler: None)
+def handled(monkeypatch):
+    """The signals for which a StopRequest sets a handler: none of this process. Its end is a SystemExit."""
+    signums = []
+    monkeypatch.setattr(stopping.signal, 'signal', lambda signum, handler: signums.append(signum))
     monkeypatch.setattr(stopping.os, '_exit', sys.exit)
-    return make
+    monkeypatch.delenv('RANK', raising=False)
+    return signums
+
+
+@pytest.mark.parametrize('at_entry, expected', [
+    (signal.SIG_IGN, [signal.SIGTERM]), (signal.default_int_handler, [signal.SIGTERM, signal.SIGINT])])
+def test_a_sigint_that_is_ignored_at_entry_stays_so(handled, monkeypatch, at_entry, expected):
+    monkeypatch.setattr(stopping.signal, 'getsignal', {signal.SIGINT: at_entry}.get)
+    stopping.StopRequest()
+    assert handled == expected
 
 
 @pytest.mark.parametrize('under_torchrun', [False, True])
-@pytest.mark.parametrize('second', [signal.SIGINT, signal.SIGTERM])
-def test_under_torchrun_the_same_signal_within_two_seconds_is_a_copy(request_at, second, under_torchrun, capsys):
-    """Any other second signal ends the process; one of a run that stops already for another reason is a first one."""
-    request = request_at(under_torchrun)
+def test_a_second_signal_ends_the_process_unless_torchrun_sends_it(handled, monkeypatch, under_torchrun, capsys):
+    """A signal to a run that stops already for another reason is a first one."""
+    if under_torchrun:
+        monkeypatch.setenv('RANK', '0')
+    request = stopping.StopRequest()
     request.asked = True
-    request.at(10.0, signal.SIGINT)
+    request.ask(signal.SIGINT, None)
     assert 'SIGINT: stopping after this iteration' in capsys.readouterr().err
-    is_copy = under_torchrun and second == signal.SIGINT
-    for seconds in (10.01, 11.9) if is_copy else ():
-        request.at(seconds, second)
-    with pytest.raises(SystemExit, match=str(128 + second)):
-        request.at(12.1 if is_copy else 10.01, second)
+    with nullcontext() if under_torchrun else pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        request.ask(signal.SIGTERM, None)
 
 
-def test_a_signal_while_processes_agree_stops_the_next_iteration(request_at, monkeypatch):
-    request, seen = request_at(under_torchrun=True), []
+def test_a_signal_while_processes_agree_stops_the_next_iteration(handled, monkeypatch):
+    request, seen = stopping.StopRequest(), []
 
     def all_reduce(asked, op):
         seen.append(asked.item())
         if len(seen) == 2:
-            request.at(10.0, signal.SIGTERM)
+            request.ask(signal.SIGTERM, None)
     monkeypatch.setattr(stopping.dist, 'all_reduce', all_reduce)
     assert [request.agreed(2, 'cpu') for _ in range(3)] == [False, False, True] and seen == [0.0, 0.0, 1.0]
-
-
-def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
-    settings = ('--max_iters=1000000', '--eval_interval=1', '--eval_iters=1', '--n_embd=128')  # saves every iteration
-    saw = 0
-    for delay in sizes((0.013, 0.057), (0.0, 0.013, 0.031, 0.057, 0.111)):
-        (repo / 'out' / 'log.csv').unlink(missing_ok=True)
-        process = start_training(repo, *settings)
-        wait_until(process, (repo / 'out' / 'ckpt.pt').exists)
-        wait_for_rows(process, repo / 'out', 6)
-        time.sleep(delay)
-        process.kill()
-        process.communicate(timeout=300)
-        saw = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['iter_num']
-        assert saw > 0
-    assert train(repo, *settings[2:], '--init_from=resume', f'--max_iters={saw + 2}').returncode == 0
 
 
 def test_the_best_model_stays_and_the_run_goes_on_from_its_end(repo):
@@ -259,28 +227,19 @@ def test_the_shape_is_that_of_the_checkpoint_and_another_is_said_to_have_no_effe
     out, _ = resume('--max_iters=11')
     assert 'stays' not in out and 'from here on' not in out
     out, saved = resume('--max_iters=12', '--position=alibi', '--window=5', '--n_kv_head=0', '--gelu=tanh',
-                        '--n_sink=2', '--n_layer=3', '--n_head=4', '--n_embd=32', '--bias=True', '--weight_decay=0.3',
-                        '--beta1=0.8', '--beta2=0.95')
+                        '--n_inner=0', '--n_sink=2', '--n_layer=3', '--n_head=4', '--n_embd=32', '--bias=True',
+                        '--weight_decay=0.3', '--beta1=0.8', '--beta2=0.95')
     for name, holds, given in (('position', 'rope', 'alibi'), ('window', 6, 5), ('n_kv_head', 1, 0),
                                ('gelu', 'none', 'tanh'), ('n_layer', 2, 3), ('n_head', 2, 4), ('n_embd', 16, 32),
                                ('bias', False, True)):
         assert out.count(f'{name} stays {holds}') == 1 and f'{name}={given} (command line) has no effect' in out
-    assert 'n_sink stays' not in out and 'beta2' not in out
+    assert not any(each in out for each in ('n_sink stays', 'n_inner stays', 'beta2'))  # n_inner=0 is 4 * n_embd
     assert 'weight_decay is 0.3 from here on (command line); the run before had 0.1' in out
     assert 'beta1 is 0.8 from here on (command line); the run before had 0.9' in out
     assert [(g['weight_decay'], *g['betas']) for g in saved['optimizer']['param_groups']] == [(0.3, 0.8, 0.95),
                                                                                               (0.0, 0.8, 0.95)]
     out, saved = resume('--max_iters=13')  # not given again: those of the checkpoint
     assert 'weight_decay' not in out and saved['config']['weight_decay'] == 0.3 and saved['config']['beta1'] == 0.8
-
-
-def test_no_heads_of_keys_mean_as_many_as_queries():
-    for given, holds, says in ((0, 4, []), (4, 4, []), (1, 1, []), (0, 1, ['n_kv_head=0']), (2, 1, ['n_kv_head=2'])):
-        fixed, lines = GPTConfig(n_head=4, n_kv_head=holds), []
-        config = Settings(vars(fixed) | dict(n_kv_head=given), {'n_kv_head': 'command line'})
-        settle_shape(config, fixed, 'ckpt.pt', lines.append)
-        assert config['n_kv_head'] == holds and lines == [
-            f'n_kv_head stays 1, as in the weights of ckpt.pt: {each} (command line) has no effect' for each in says]
 
 
 def test_a_shorter_block_size_cuts_positions_and_their_moments_and_must_show_the_window(repo):

@@ -103,19 +103,14 @@ def test_a_run_that_fails_keeps_the_files_and_says_why_in_one_line(repo, trained
     assert (finished / 'out' / 'ckpt.pt').read_bytes() == ckpt and log(finished / 'out')[:len(rows) - 1] == rows[:-1]
 
 
-def test_eval_only_writes_nothing(repo):
-    done = train(repo, '--eval_only=True')
-    assert done.returncode == 0 and 'step 0: train loss' in done.stdout
-    assert not (repo / 'out').exists()
-
-
 def test_a_second_run_in_a_live_out_dir_is_refused_and_a_crash_leaves_no_lock(repo):
     pytest.importorskip('fcntl')
     first = start_training(repo, *FOREVER)
     wait_for_rows(first, repo / 'out', 5)
     second = run(repo, 'train.py', *TINY)
     assert second.returncode == 2 and 'another process is training in out' in second.stderr.splitlines()[-1]
-    assert run(repo, 'train.py', *TINY, '--eval_only=True').returncode == 0  # writes nothing
+    evaluated = run(repo, 'train.py', *TINY, '--eval_only=True')  # writes nothing
+    assert evaluated.returncode == 0 and 'step 0: train loss' in evaluated.stdout
     first.kill()
     first.communicate()
     assert run(repo, 'train.py', *TINY, '--max_iters=1').returncode == 0
@@ -136,21 +131,12 @@ def test_what_happens_after_the_reader_has_left_is_said_on_stderr(repo):
     assert code == 0 and 'stopped at iteration' in err and 'saved to out/ckpt.pt' in err
 
 
-@pytest.mark.parametrize('script', ['train.py', 'data/shakespeare_char/prepare.py', 'data/shakespeare/prepare.py',
-                                    'data/docstrings/prepare.py', 'data/openwebtext/prepare.py'])
+@pytest.mark.parametrize('script', ['train.py', 'data/shakespeare/prepare.py'])
 def test_without_torch_a_script_says_what_to_do(script):
     """python -S sees no site-packages."""
     done = subprocess.run([sys.executable, '-S', os.path.join(ROOT, script)], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
     assert 'has no torch' in done.stderr and '.venv/bin/activate' in done.stderr
-
-
-def test_resuming_on_another_vocabulary_is_refused(repo):
-    assert train(repo, '--max_iters=1').returncode == 0
-    path = repo / 'data' / 'shakespeare_char' / 'meta.json'
-    meta = json.loads(path.read_text())
-    path.write_text(json.dumps(meta | {'chars': meta['chars'][::-1]}))
-    assert_other_tokenizer(train(repo, '--init_from=resume'), 'characters in another order, than out/ckpt.pt')
 
 
 def assert_other_tokenizer(done, *texts):
@@ -194,6 +180,8 @@ def test_a_pretrained_model_trains_on_data_of_its_tokenizer_only_and_keeps_its_s
     new = train(repo, '--dataset=mine', '--out_dir=new', '--max_iters=1')  # without a meta.json
     assert new.returncode == 0, new.stderr
     assert checkpoints.load(str(repo / 'new' / 'ckpt.pt'))['model_args']['vocab_size'] == 270
+    (folder / 'tokenizer.json').write_text(byte_level_json(269))
+    assert_other_tokenizer(train(repo, '--dataset=mine', '--init_from=resume'), 'of 269 tokens, than out/ckpt.pt')
 
 
 def test_a_missing_character_data_set_is_prepared(repo):
@@ -205,9 +193,7 @@ def test_a_missing_character_data_set_is_prepared(repo):
 
 @pytest.mark.parametrize('config, settings, args', [
     ('train_shakespeare_char_endless', ('--window=16',), dict(position='rope', window=16, n_sink=4)),
-    ('train_shakespeare_char_fast', ('--dtype=float32',), dict(position='rope')),
-    ('train_gpt2_fast', ('--dataset=shakespeare_char', '--wandb_log=False', '--gradient_accumulation_steps=2'),
-     dict(position='rope'))])
+    ('train_shakespeare_char_fast', ('--dtype=float32',), dict(position='rope'))])
 def test_a_config_trains_a_model_of_its_kind(repo, config, settings, args):
     """The recipe has Muon, and a model with a window goes on past its block_size."""
     done = run(repo, 'train.py', f'config/{config}.py', '--device=cpu', '--max_iters=2', '--eval_interval=2',

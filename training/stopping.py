@@ -2,46 +2,39 @@
 import os
 import signal
 import sys
-import time
 
 import torch
 import torch.distributed as dist
 
 import configurator
 
-FORWARDING = 2.0  # seconds within which a signal that torchrun forwards arrives
-
 
 class StopRequest:
     """
     Ctrl-C or SIGTERM. The first one sets `asked`, and the loop stops where it can save. The second one ends the
-    process.
-
-    torchrun forwards the signals that it gets to its workers. Where a terminal or a job scheduler sends a signal to
-    torchrun and to its workers, each worker gets it twice. So under torchrun the same signal within FORWARDING seconds
-    of the first one is taken for a copy and ignored.
+    process. Under torchrun it is ignored: torchrun forwards the signals that it gets to its workers, so that each gets
+    two of one Ctrl-C in a terminal, and it ends workers that do not stop in time.
 
     A SIGINT that is ignored when the process starts stays ignored: shells start background jobs that way.
     """
 
     def __init__(self):
-        self.asked, self.first, self.under_torchrun = False, None, 'RANK' in os.environ
+        self.asked = self.signalled = False
         signal.signal(signal.SIGTERM, self.ask)
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, self.ask)
 
     def ask(self, signum, frame):
         """The signal handler."""
-        now = time.monotonic()
-        if self.first:
-            first_signum, first_time = self.first
-            if self.under_torchrun and signum == first_signum and now - first_time < FORWARDING:
-                return
-            os._exit(128 + signum)
-        self.asked, self.first = True, (signum, now)
+        under_torchrun = 'RANK' in os.environ
+        if self.signalled:
+            if not under_torchrun:
+                os._exit(128 + signum)
+            return
+        self.asked = self.signalled = True  # asked may be true before: the reader of stdout has gone
         if configurator.rank() == 0:
-            name = signal.Signals(signum).name
-            print(f"\n{name}: stopping after this iteration (again to stop at once)", file=sys.stderr, flush=True)
+            again = '' if under_torchrun else ' (again to stop at once)'
+            print(f"\n{signal.Signals(signum).name}: stopping after this iteration{again}", file=sys.stderr, flush=True)
 
     def agreed(self, world_size, device):
         """
@@ -53,6 +46,5 @@ class StopRequest:
         asked = torch.tensor(float(self.asked), device=device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         agreed = bool(asked)
-        if agreed:  # else a signal that came meanwhile is kept for the next iteration
-            self.asked = True
+        self.asked |= agreed  # a signal that came meanwhile is kept for the next iteration
         return agreed

@@ -12,15 +12,14 @@ with "held_out": true are for validation; if there are none, every tenth one is.
 import os
 import sys
 
-sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-                os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 import configurator  # isort: skip
 
 import numpy as np
-import prepare_text
 
 from chat.answers import chat_tokenizer, scored_tokens
 from checkpoint import tokenizer_named
+from data import prepare_text
 from tokenizer import read_json_lines
 from training.conversations import FIRST, SCORED
 

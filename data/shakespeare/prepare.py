@@ -9,11 +9,10 @@ The works of Shakespeare as byte pairs: train.bin, val.bin and meta.json in this
 import os
 import sys
 
-sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-                os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 import configurator  # isort: skip
 
-import prepare_text
+from data import prepare_text
 
 input = ''      # a text file to use; by default input.txt in this folder, downloaded if need be
 vocab_size = 0  # tokens of a tokenizer that is trained on the first 90 % of the text; 0 takes GPT-2's

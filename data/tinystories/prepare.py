@@ -9,13 +9,10 @@ pairs that are trained on them: train.bin, val.bin, meta.json and tokenizer.json
 import os
 import sys
 
-sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-                os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 import configurator  # isort: skip
 
-import prepare_text
-from docstrings.prepare import docstrings_of, packages
-
+from data import prepare_text
 from tokenizer import END_OF_TEXT
 
 URL = 'https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-{}.txt'
@@ -34,9 +31,7 @@ def main(config):
                  for split, name in (('val', 'valid'), ('train', 'train'))}
         source, texts = 'TinyStories', lambda split: stories(paths[split], most[split])
     except ConnectionError as e:
-        print(f"\n!! {e}.\n!! USING A STAND-IN: the docstrings of {packages}. A model can be trained on them.\n"
-              "!! For stories, connect to the internet and run this again.\n", file=sys.stderr)
-        found, source = docstrings_of(packages), "stand-in (docstrings, no network)"
+        found, source = prepare_text.stand_in(e, "connect to the internet and run this again")
         texts = dict(val=found[:len(found) // 10], train=found[len(found) // 10:]).get
     made = prepare_text.tokenizer_for(texts('train'), tokenizer, vocab_size)
     prepare_text.write_dataset(folder, dict(train=texts('train'), val=texts('val')), made, source, ends=True)
