@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: the openai client, blocks that turns and conversations share, and what is refused."""
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import SERVING, needs
@@ -65,23 +64,6 @@ def test_a_conversation_of_ten_turns_on_a_pool_that_just_holds_it():
         error = refused.json()['error']
         assert refused.status_code == 400
         assert (error['code'], error['param']) == ('context_length_exceeded', 'messages')
-
-
-def test_two_conversations_at_once_share_the_blocks_of_their_system_message(client, model):
-    both = [[SYSTEM, dict(role='user', content=text)] for text in ('Héllo', 'wörld')]
-    n_shared = len(TOKENIZER.conversation([SYSTEM])) // PAGE
-    gate = threading.Barrier(2)
-
-    def answer(messages):
-        gate.wait()
-        return ask(client, messages, max_tokens=20)
-    ask(client, both[0], max_tokens=1)  # its system message is remembered from here on
-    with ThreadPoolExecutor(2) as threads:
-        answers = [*threads.map(answer, both)]
-    for messages, got in zip(both, answers):
-        assert got['choices'][0]['message']['content'] == alone(model, messages, 20)
-        assert got['usage']['prompt_tokens_details']['cached_tokens'] >= (n_shared - 6) * PAGE
-    assert client.service.thread.engine.pool.n_free == 64
 
 
 def test_the_openai_client_streams_and_scores_what_it_gets_at_once(client, model, monkeypatch):

@@ -104,7 +104,10 @@ def test_an_abort_and_a_stop_end_steps_that_would_repeat(served, monkeypatch):
     assert ended(client).reasons == ['abort'] and len(client.tokens[0]) == 4
     clients = [ask(thread, 'a', max_tokens=20)]
     executor.wait()
-    clients.append(ask(thread, 'waits', max_tokens=20, n=2))
+    clients.append(ask(thread, 'b', max_tokens=20, n=2))
+    for _ in range(2):  # the prompt of the second one, and a step of the call behind it
+        executor.may_go_on.release()
+        executor.wait()
     stopping = threading.Thread(target=thread.stop)
     stopping.start()
     with thread.condition:
@@ -112,7 +115,7 @@ def test_an_abort_and_a_stop_end_steps_that_would_repeat(served, monkeypatch):
     executor.go_on()
     stopping.join()
     assert [ended(client).reasons for client in clients] == [['abort'], ['abort'] * 2]
-    assert len(clients[0].tokens[0]) == 1
+    assert len(clients[0].tokens[0]) < 5
 
 
 def test_a_defect_of_the_engine_ends_its_requests_and_not_the_thread(served, monkeypatch):

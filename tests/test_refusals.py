@@ -98,6 +98,7 @@ RESPONSES = [
     (dict(max_tokens=5), 'max_tokens', 'max_output_tokens'), (dict(messages=[USER]), 'messages', 'chat/completions'),
     (dict(reasoning=dict(effort='low')), 'reasoning', 'chat_template_kwargs'), (dict(n=2), 'n', '1'),
     (dict(input=[]), 'input', 'at least 1'), (dict(input=None), 'input', 'missing'), (dict(input=3), 'input', 'list'),
+    (dict(input=[3]), 'input.0', 'an object'),
     (dict(input=[dict(type='item_reference', id='x')]), 'input.0', "'item_reference'"),
     (dict(input=[dict(role='user', content=[dict(type='input_image')])]), 'input.0.content', "'input_image'"),
     (dict(input=[dict(type='function_call', name='add', arguments='x')]), 'input.0.tool_calls.0.function.arguments',

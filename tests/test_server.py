@@ -474,7 +474,7 @@ def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_stalls_nobody(monkeyp
         quick = client.post('/v1/completions', json=dict(prompt='d', max_tokens=50)).json()
         assert quick['choices'][0]['text'] == spelled('d', 50)
         monkeypatch.setattr('serving.connection.READER', 1)
-        status, answer = read_all(slow, .002)
+        status, answer = read_all(slow, .01)
         engine.until(lambda: not client.service.mailboxes)
         data = b''
         with suppress(OSError):

@@ -257,12 +257,6 @@ def test_an_answer_without_a_call_is_a_text(saying, name, said):
     assert cut['finish_reason'] == 'length' and said.startswith(cut['message']['content'])
 
 
-def test_tools_that_may_not_be_called_are_left_out(saying):
-    client, _ = saying('none')
-    for fields in (dict(tool_choice='none', tools=TOOLS), dict(tools=[]), dict(tools=None, tool_choice='auto')):
-        assert client.post('/v1/chat/completions', json=dict(messages=[USER]) | fields).status_code == 200
-
-
 @pytest.fixture(scope='module')
 def drawing():
     """A function that starts a server of random weights with a template: its client."""
