@@ -94,10 +94,7 @@ class Served:
             raise invalid('tools' if body.tools else 'messages', "tools are not in this model's chat template: "
                           "describe them in a message, or start serve.py with --chat_template=, a file with another")
         self.check_length('messages', sum(len(message.content) for message in body.messages))
-        try:
-            variables = body.variables
-        except ValueError as e:  # it begins with the name of the field
-            raise invalid(str(e).split()[0], str(e)) from None
+        variables = body.variables
         try:
             return self.tokenizer.conversation(messages, **variables)
         except RecursionError:

@@ -1,4 +1,4 @@
-"""The bodies of the API: what becomes of a good one, and which field an error names. The JSON of answers."""
+"""The bodies of the API: what becomes of a good one, and the bounds of all. The JSON of answers."""
 import json
 import math
 import re

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, ROOT, SERVING, needs, run, sizes
-from example_models import CHAT, LLAMA, TEXT, chat_tokenizer, gpt, json_tokenizer, sentencepiece_tokenizer
+from example_models import CHAT, LLAMA, chat_tokenizer, gpt, sentencepiece_tokenizer
 
 from chat.conversation import Conversation, talk
 from decode.cpu import CPUExecutor
@@ -135,11 +135,6 @@ def test_a_conversation_beyond_the_context_is_refused_and_stays():
     c.tokenizer.end_tokens = ()
     ''.join(c.answer('Héllo', 10**6))
     assert c.cut.startswith('at the end of the context of 256 tokens') and c.n_new + c.n_kept + c.n_drawn == 257
-
-
-def test_a_model_without_a_template_has_no_chat():
-    with pytest.raises(ValueError, match='no chat template'):
-        Conversation(engine_of(gpt(**LLAMA)), json_tokenizer(TEXT))
 
 
 class Saying(EagerExecutor):

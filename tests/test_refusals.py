@@ -32,6 +32,7 @@ KINDS = dict(  # the kind of a body, what it has besides the fields of a case, a
     completion=(CompletionBody, dict(prompt='abc'), served_by(None, max_tokens=64)),
     chat=(ChatBody, dict(messages=[USER]), served_chat(QWEN)),
     chat_without_tools=(ChatBody, dict(messages=[USER]), served_chat(CHAT)),
+    chat_refused=(ChatBody, dict(messages=[USER]), served_chat("{{ raise_exception('say more') }}")),
     response=(ResponseBody, dict(input='Hi'), served_chat(QWEN)))
 VALUES = [  # of a completion's fields
     *(('prompt', value) for value in (
@@ -125,7 +126,8 @@ FORMS = [
     (dict(tools=[dict(type='function', function=dict(name='f', parameters=dict(type='string', format='nonsense')))],
           tool_choice='required'), 'tools', 'nonsense')]
 
-ROWS = dict(completion=COMPLETIONS, chat=CHATS + FORMS, chat_without_tools=TOOLLESS, response=RESPONSES)
+ROWS = dict(completion=COMPLETIONS, chat=CHATS + FORMS, chat_without_tools=TOOLLESS, response=RESPONSES,
+            chat_refused=[(dict(), 'messages', 'the chat template does not take this conversation')])
 
 
 @pytest.mark.parametrize('kind, fields, param, said', [
