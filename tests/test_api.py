@@ -29,13 +29,13 @@ def completion_body(**fields):
 
 def requests(**fields):
     body = completion_body(**fields)
-    return requests_of(body, SERVED, 'x', [None] * len(body.prompt))
+    return requests_of(body, SERVED, 'x', print)
 
 
 def answer(**fields):
     """(a `Completion` of these fields, its body)"""
     body = completion_body(**fields)
-    return Completion('x', body, SERVED, requests_of(body, SERVED, 'x', [None] * len(body.prompt)))
+    return Completion('x', body, SERVED, requests_of(body, SERVED, 'x', print))
 
 
 def events(data):
@@ -167,7 +167,7 @@ def test_likeliest_tokens_of_the_same_text_are_all_named():
     """The first of them keeps its text: it is the likeliest one."""
     served = replace(SERVED, token_bytes=[b'a', b'a', b'\xe2', b'\xe2', b'b'])
     body = completion_body(logprobs=4)
-    a = Completion('x', body, served, requests_of(body, SERVED, 'x', [None]))
+    a = Completion('x', body, served, requests_of(body, SERVED, 'x', print))
     a.add(0, [Output(0, [1], 'a', [Logprobs(1, -3., 5, [(0, -.5), (4, -1.), (2, -1.5), (3, -2.)])], 'length')])
     logprobs = a.object()['choices'][0]['logprobs']
     assert logprobs['top_logprobs'] == [{'a': -.5, 'b': -1., 'bytes:\\xe2': -1.5, 'token_id:3': -2., 'token_id:1': -3.}]

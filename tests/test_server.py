@@ -275,10 +275,9 @@ def test_a_full_queue_is_429_and_takes_none_of_a_list(engine):
             response = client.post('/v1/completions', json={'prompt': ['a'] * 3})
             error = refused(response, 429)
             assert error['code'] == 'queue_full' and int(response.headers['retry-after']) > 0
-            assert '4 samples are waiting, this request has 1' in error['message']
-            engine.until(lambda: len(engine.live) == 1)
+            assert '2 samples are waiting, this request has 3' in error['message'] and len(engine.live) == 1
             assert refused(client.post('/v1/completions', json=dict(prompt='a', n=3)), 429)
-            assert engine.engine.n_steps == 0 and engine.stats.finished == {'abort': 2}
+            assert engine.engine.n_steps == 0 and not engine.stats.finished
             engine.step(3)
             with engine.steps:
                 scheduler = engine.engine.scheduler
