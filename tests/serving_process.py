@@ -7,7 +7,7 @@ import httpx
 import uvicorn
 from conftest import start
 from example_models import chat_tokenizer
-from small_engine import served_by, stepping
+from small_engine import Stepping, served_by, thread_of
 
 from decode.cpu import CPUExecutor
 from serving.connection import Connection
@@ -44,12 +44,12 @@ def serving(engine, served=None, drain_seconds=5, load=None, **settings):
 @contextmanager
 def chatting(model, tokenizer, executor=None, n_pages=64):
     """`serving` for a chat model: the compiled step, unless there is another executor, and so many pages of 4."""
-    thread = stepping(model, executor or CPUExecutor(model, threads=1), tokenizer, n_pages,
-                      special_ids=tokenizer.special_ids)
+    tokens = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
+    thread = thread_of(model, executor or CPUExecutor(model, threads=1), tokens, tokenizer.end_tokens, n_pages, 4,
+                       kind=Stepping, special_ids=tokenizer.special_ids)
     thread.start()
-    V = model.config.vocab_size
     most = min(model.config.max_positions, 4 * n_pages)
-    with serving(thread, Served('chat', tokenizer, tokenizer.bytes_of_tokens(V)[:V], most)) as client:
+    with serving(thread, Served('chat', tokenizer, tokens, most)) as client:
         yield client
 
 
