@@ -46,35 +46,29 @@ class ChatTemplate:
         """
         variables = dict(tools=None, documents=None, add_generation_prompt=True) | self.special_tokens | variables
         if not continue_final_message:
-            return ask(self.source, variables | dict(messages=messages))
+            return self.ask(variables | dict(messages=messages))
         *others, last = messages or [{}]
         if not isinstance(last.get('content'), str):
             raise ValueError("continue_final_message needs a last message whose content is a text")
-        marked = ask(self.source, variables | dict(messages=[*others, last | dict(content=last['content'] + MARK)],
-                                                   add_generation_prompt=False))
+        marked = self.ask(variables | dict(messages=[*others, last | dict(content=last['content'] + MARK)],
+                                           add_generation_prompt=False))
         text, mark, _ = marked.rpartition(MARK.strip())
         if not mark:
             raise ValueError("the chat template leaves out the last message, so that it cannot be continued")
         return text if marked[len(text):].startswith(MARK) else text.rstrip()  # some take blanks from both ends
 
-
-def ask(source, variables):
-    """The text that a process renders. ValueError, with what it says, if it renders none, or ends."""
-    kind, text = answer_of(__file__, waiting, [source, variables], SECONDS)
-    if kind == 'ended':
-        raise ValueError(f"the chat template took longer than {SECONDS:.0f} s of the processor, or something else "
-                         f"ended its process ({text}): shorten the conversation, or use another template")
-    if kind == 'error':
-        raise ValueError(f"the chat template {text}")
-    return text
+    def ask(self, variables):
+        return answer_of(__file__, waiting, [self.source, variables], SECONDS, "the chat template",
+                         "shorten the conversation, or use another template")
 
 
-def answer_of(program, waiting, question, seconds):
+def answer_of(program, waiting, question, seconds, what, advice):
     """
-    What a process answers, see `serve`: ('text', a text), ('error', why not), or ('ended', its exit code). program: the
-    file that it runs. waiting: a list of its processes that wait for a question. question: what JSON can hold, a list.
+    The text that a process answers, see `serve`. program: the file that it runs. waiting: a list of its processes that
+    wait for a question. question: what JSON can hold, a list. ValueError with the error that it answers, or, where it
+    ends, with what it was at, and advice.
     """
-    line, kind = json.dumps([*question, seconds]), 'ended'
+    line, kind = json.dumps([*question, seconds]), ''
     if not waiting or (process := waiting.pop()).poll() is not None:  # poll says so, too, of a process of the parent's
         # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The folders of sys.path come
         # behind it: jinja2 may be in any of them. Ctrl-C does not reach a new session
@@ -86,12 +80,17 @@ def answer_of(program, waiting, question, seconds):
     except (BrokenPipeError, json.JSONDecodeError):
         pass
     finally:
-        if kind != 'ended':
+        if kind:
             waiting.append(process)
         else:  # or this was interrupted, and its answer must not be taken for that to another question
             process.kill()
             process.communicate()
-    return (kind, text) if kind != 'ended' else (kind, process.returncode)
+    if not kind:
+        raise ValueError(f"{what} took longer than {seconds:.0f} s of the processor, or something else ended its "
+                         f"process ({process.returncode}): {advice}")
+    if kind == 'error':
+        raise ValueError(text)
+    return text
 
 
 # The functions below run in the process that renders.
@@ -178,7 +177,7 @@ def answer(source, variables):
             raise ValueError(f"its text has {len(text):,} characters, and {most:,} are allowed")
         return 'text', text
     except Exception as e:  # a template can raise anything
-        said = f"{refused}: {type(e).__name__}: {e}"[:300]
+        said = f"the chat template {refused}: {type(e).__name__}: {e}"[:320]
         return 'error', ''.join(letter if letter.isprintable() else ' ' for letter in said)
 
 

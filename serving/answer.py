@@ -84,9 +84,6 @@ class Choice:
         """`take` for a stream, which may come in several chunks."""
         return [self.take()]
 
-    def content(self):
-        raise NotImplementedError
-
 
 class TextChoice(Choice):
     """A sample of a completion: a text."""

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from chat.tools import MOST_CALLS
-from serving.api import MOST_MESSAGES, shown, without_nulls
+from serving.api import MOST_MESSAGES, invalid, shown, without_nulls
 
 MOST_LOGPROBS = 20  # tokens besides the drawn one
 MOST_BIASES = 2**16  # of a request
@@ -327,13 +327,13 @@ class ConversationFields(Strict):
 
     @property
     def variables(self):
-        """What the template is given beside the messages. ValueError, which begins with the field that is wrong."""
+        """What the template is given beside the messages. APIError for what does not go together."""
         if self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != 'assistant'):
-            raise ValueError("continue_final_message goes on with the assistant's last message: end messages with one, "
-                             "and leave add_generation_prompt out")
+            raise invalid('continue_final_message', "continue_final_message goes on with the assistant's last message: "
+                          "end messages with one, and leave add_generation_prompt out")
         if reserved := {'self', 'messages', 'tools', 'continue_final_message'} & self.chat_template_kwargs.keys():
-            raise ValueError(f"chat_template_kwargs has {', '.join(sorted(reserved))}: leave it out, or make it a "
-                             "field of the body")
+            raise invalid('chat_template_kwargs', f"chat_template_kwargs has {', '.join(sorted(reserved))}: leave it "
+                          "out, or make it a field of the body")
         given = dict(continue_final_message=self.continue_final_message)
         if self.add_generation_prompt is not None:
             given['add_generation_prompt'] = self.add_generation_prompt

@@ -78,18 +78,20 @@ class EngineThread:
         self.thread = threading.Thread(target=self.run, name='engine', daemon=True)
         self.thread.start()
 
-    def submit(self, request):
-        """Begin a request, which has an id of its own. `QueueFull` if too many wait or the engine stops."""
+    def submit(self, *requests):
+        """Begin requests, all or none, each with an id of its own. `QueueFull` if too many wait or the engine stops."""
         with self.condition:
             if self.draining:
                 raise QueueFull("the server is stopping and takes no requests: send it again later")
             n_queued = sum([live.request.n for live in self.live.values()  # a preempted one has begun
                             if not live.sequences or live.sequences[0].n_found is None])
-            if n_queued + request.n > self.max_queue:
-                raise QueueFull(f"{n_queued:,} samples are waiting, this request has {request.n:,}, and at most "
+            n = sum(request.n for request in requests)
+            if n_queued + n > self.max_queue:
+                raise QueueFull(f"{n_queued:,} samples are waiting, this request has {n:,}, and at most "
                                 f"{self.max_queue:,} may wait: try again later")
-            live = self.live[request.id] = Live(request)
-            self.ask_for([(self.begin, live)])
+            new = {request.id: Live(request) for request in requests}
+            self.live |= new
+            self.ask_for([(self.begin, live) for live in new.values()])
 
     def abort(self, request_id):
         """End a request, if it has not ended: its slots are free by the next call."""

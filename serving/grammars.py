@@ -34,13 +34,7 @@ def grammar_of(kind, text):
     n = len(text) if kind != 'choice' else sum(map(len, text))
     if n > MOST_CHARACTERS:
         raise ValueError(f"it has {n:,} characters, and at most {MOST_CHARACTERS:,} are allowed: give a shorter one")
-    answered, said = answer_of(__file__, waiting, [kind, text], SECONDS)
-    if answered == 'ended':
-        raise ValueError(f"compiling it took longer than {SECONDS:.0f} s of the processor, or something else ended the "
-                         f"process ({said}): give a simpler one")
-    if answered == 'error':
-        raise ValueError(said)
-    return said
+    return answer_of(__file__, waiting, [kind, text], SECONDS, "compiling it", "give a simpler one")
 
 
 def json_rule(schema):

@@ -1,7 +1,7 @@
 """The model that is served, and the `Request`s that a body asks it for."""
 import secrets
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import orjson
 
@@ -94,10 +94,7 @@ class Served:
             raise invalid('tools' if body.tools else 'messages', "tools are not in this model's chat template: "
                           "describe them in a message, or start serve.py with --chat_template=, a file with another")
         self.check_length('messages', sum(len(message.content) for message in body.messages))
-        try:
-            variables = body.variables
-        except ValueError as e:  # it begins with the name of the field
-            raise invalid(str(e).split()[0], str(e)) from None
+        variables = body.variables
         try:
             return self.tokenizer.conversation(messages, **variables)
         except RecursionError:
@@ -171,12 +168,13 @@ def forms_of(body, served):
     return {'tools': ('grammar', grammar(form, tools, body.parallel_tool_calls, json_rule, answer))}
 
 
-def requests_of(body, served, id, delivers):
+def requests_of(body, served, id, deliver):
     """
     A `Request` for each prompt of a `CompletionBody`, or the one of a `ChatBody`. APIError where a value does not fit
     the model.
 
-    delivers: the `deliver` of each. A body without a seed gets one for each prompt, drawn here.
+    deliver: called with the number of a request, and with its outputs. A body without a seed gets one for each prompt,
+    drawn here.
     """
     if body.stream_options.include_usage and not body.stream:
         raise invalid('stream_options', "stream_options is for streams: add stream, or leave it out")
@@ -197,8 +195,9 @@ def requests_of(body, served, id, delivers):
         include_stop=body.include_stop_str_in_output, constraint=constraint, strip=strip and constraint is None,
         skip_special=body.skip_special_tokens and not (is_chat and body.tools))  # special tokens may mark a call
     try:
-        requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed, deliver=deliver,
-                            **shared) for i, (prompt, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]
+        requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed,
+                            deliver=partial(deliver, i), **shared)
+                    for i, (prompt, seed) in enumerate(zip(prompts, seeds))]
         for request in requests:
             request.check_tokens(len(served.token_bytes))
     except ValueError as e:  # it begins with the name of the field

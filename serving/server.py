@@ -172,13 +172,10 @@ class Service:
         if n > most:
             raise invalid('n', f"this asks for {n:,} samples, prompts times n, and at most {most:,} may wait: ask for "
                                "fewer at a time")
-        for i, request in enumerate(requests):
-            try:
-                self.thread.submit(request)
-            except QueueFull as e:
-                for submitted in requests[:i]:
-                    self.thread.abort(submitted.id)
-                raise APIError(429, str(e), code='queue_full') from None
+        try:
+            self.thread.submit(*requests)
+        except QueueFull as e:
+            raise APIError(429, str(e), code='queue_full') from None
         self.mailboxes.add(mailbox)
 
     def end(self, completion, mailbox):
@@ -270,29 +267,28 @@ async def no_answer(request, e):
 async def completions(service, body):
     """Continue prompts"""
     long = sum(map(len, body.prompt)) > LONG_TEXT or body.forms
-    return await generate(service, body, 'cmpl-', len(body.prompt), Completion, 'tokens' if long else None)
+    return await generate(service, body, 'cmpl-', Completion, 'tokens' if long else None)
 
 
 async def chat(service, body):
     """Answer in a conversation"""
-    return await generate(service, body, 'chatcmpl-', 1, ChatCompletion, 'template')
+    return await generate(service, body, 'chatcmpl-', ChatCompletion, 'template')
 
 
 async def responses(service, body):
     """Answer an input"""
     try:
-        return await generate(service, body, 'resp_', 1, ModelResponse, 'template')
+        return await generate(service, body, 'resp_', ModelResponse, 'template')
     except APIError as e:
         raise renamed(e) from None
 
 
-async def generate(service, body, prefix, n_prompts, kind, work=None):
+async def generate(service, body, prefix, kind, work=None):
     """The `Answer` to a body, of this kind, whose requests are submitted. work: a thread of this kind makes these."""
     id, mailbox = f'{prefix}{secrets.token_hex(12)}', Mailbox(service.bell, listening=body.stream)
-    delivers = [partial(mailbox.put, number) for number in range(n_prompts)]
 
     def make():
-        return kind(id, body, service.served, requests_of(body, service.served, id, delivers))
+        return kind(id, body, service.served, requests_of(body, service.served, id, mailbox.put))
     completion = await service.in_thread(work, make) if work else make()
     service.submit(completion.requests, mailbox)
     return Answer(service, completion, mailbox)

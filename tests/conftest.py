@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import hypothesis
 import pytest
-from fork_server import ForkServer, default_sigint
+from fork_server import ForkServer
 
 try:
     import fcntl
@@ -110,9 +110,8 @@ def start(folder, *command, stderr=subprocess.PIPE, **env):
     command = [str(word) for word in command]
     if is_forked(command, env) and stderr == subprocess.PIPE:
         return fork_server().start(folder, command[0], command[1:], env)
-    with default_sigint():
-        return subprocess.Popen([sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=stderr,
-                                text=True, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
+    return subprocess.Popen([sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True,
+                            stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
 
 
 def start_training(folder, *settings):

@@ -21,24 +21,12 @@ import traceback
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 PACKAGES = ('numpy', 'torch', 'torch._dynamo', 'torch.distributed', 'numba', 'matplotlib.figure', 'tqdm', 'requests',
             'filelock', 'uvicorn', 'starlette.applications', 'pydantic.main', 'prometheus_client')
 N_DIGITS = 20  # of a number that the server sends: the number of a process, an exit code
-
-
-@contextmanager
-def default_sigint():
-    """
-    Programs that are started here react to SIGINT also where these tests ignore it, as they do in the background of a
-    shell: a signal that is ignored stays ignored in a new program, but one with a handler is back at its default.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+LONGEST_ORDER = 2**15  # bytes of what it is sent, which come in one piece with the files
 
 
 class Script:
@@ -84,7 +72,7 @@ class ForkServer:
     def __init__(self, env):
         self.folder = tempfile.TemporaryDirectory()
         self.address = os.path.join(self.folder.name, 'socket')
-        with socket.socket(socket.AF_UNIX) as listener, default_sigint():
+        with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen()
             self.process = subprocess.Popen([sys.executable, __file__, str(listener.fileno())], env=env,
@@ -93,11 +81,11 @@ class ForkServer:
     def start(self, folder, script, args, env):
         """A `Script`, `python script args...` in folder, with text pipes. env: variables to add to the server's."""
         connection, (out, out_end), (err, err_end) = socket.socket(socket.AF_UNIX), os.pipe(), os.pipe()
-        with tempfile.TemporaryFile() as request, open(out_end, 'wb'), open(err_end, 'wb'):
-            request.write(json.dumps([str(folder), script, args, env]).encode())
-            request.seek(0)
+        order = json.dumps([str(folder), script, args, env]).encode()
+        assert len(order) < LONGEST_ORDER
+        with open(out_end, 'wb'), open(err_end, 'wb'):
             connection.connect(self.address)
-            socket.send_fds(connection, [b'run'], [request.fileno(), out_end, err_end])
+            socket.send_fds(connection, [order], [out_end, err_end])
         return Script(connection, open(out, encoding='utf-8'), open(err, encoding='utf-8'))
 
     def run(self, folder, script, args, env, timeout):
@@ -114,59 +102,34 @@ class ForkServer:
 
 def serve(listener):
     """Answer connections, until stdin ends. In the new process of each script, return what `run_script` needs."""
-    scripts, (ended, wakeup) = {}, socket.socketpair()  # scripts: {number of a process: connection}
-    wakeup.setblocking(False)
-    signal.set_wakeup_fd(wakeup.fileno())
-    signal.signal(signal.SIGCHLD, lambda signum, frame: None)  # Python sends a byte to `ended`
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait for scripts
     while True:
-        ready, _, _ = select.select([listener, sys.stdin, ended], [], [])
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
             os._exit(0)
-        if ended in ready:
-            ended.recv(100)
-            send_exit_codes(scripts)
-        if listener in ready:
-            connection, _ = listener.accept()
-            _, files, _, _ = socket.recv_fds(connection, 100, 3)
-            if len(files) < 3:  # the client was interrupted
-                connection.close()
-                continue
-            script = os.fork()
-            if script == 0:
-                break
-            for file in files:
-                os.close(file)
-            scripts[script] = connection
-            send_number(connection, script)
-    signal.set_wakeup_fd(-1)
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            break
+        connection.close()
+    listener.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for end in (listener, ended, wakeup, connection, *scripts.values()):
-        end.close()
-    request, out, err = files
-    with open(request, 'rb') as f:
-        order = json.load(f)
-    for stream, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
+    order, streams, _, _ = socket.recv_fds(connection, LONGEST_ORDER, 2)
+    if len(streams) < 2:  # the client was interrupted
+        os._exit(0)
+    if script := os.fork():
+        for fd in streams:
+            os.close(fd)
+        with suppress(OSError):  # the client is gone
+            connection.sendall(b'%*d' % (N_DIGITS, script))
+            connection.sendall(b'%*d' % (N_DIGITS, os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])))
+        os._exit(0)
+    connection.close()
+    for stream, fd in enumerate((os.open(os.devnull, os.O_RDONLY), *streams)):
         os.dup2(fd, stream)
         os.close(fd)
     sys.stdout = open(1, 'w', encoding='utf-8', closefd=False)  # the server's may be that of a file, which can seek
     sys.stderr = open(2, 'w', 1, 'utf-8', 'backslashreplace', closefd=False)
-    return order
-
-
-def send_number(connection, number):
-    """Send a number to the client. If the client is gone, nothing happens."""
-    with suppress(OSError):
-        connection.sendall(b'%*d' % (N_DIGITS, number))
-
-
-def send_exit_codes(scripts):
-    """Send the exit code of each script that has ended to its connection."""
-    while scripts:
-        script, status = os.waitpid(-1, os.WNOHANG)
-        if script == 0:
-            return
-        with scripts.pop(script) as connection:
-            send_number(connection, os.waitstatus_to_exitcode(status))
+    return json.loads(order)
 
 
 def run_script(folder, script, args, env):

@@ -1,14 +1,19 @@
-"""The server with an engine that a test gives it, on a free port, in a thread of this process."""
+"""Servers on free ports: in a thread of this process, with an engine or a model, or in processes of their own."""
 import socket
 import threading
 from contextlib import contextmanager
 
 import httpx
 import uvicorn
-from small_engine import served_by
+from conftest import start
+from example_models import chat_tokenizer
+from small_engine import Stepping, served_by, thread_of
 
+from decode.cpu import CPUExecutor
 from serving.connection import Connection
+from serving.served import Served
 from serving.server import Process, Service, listen, make_app
+from tokenizer import from_state
 
 
 @contextmanager
@@ -34,3 +39,36 @@ def serving(engine, served=None, drain_seconds=5, load=None, **settings):
         process.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+@contextmanager
+def chatting(model, tokenizer, executor=None, n_pages=64):
+    """`serving` for a chat model: the compiled step, unless there is another executor, and so many pages of 4."""
+    tokens = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
+    thread = thread_of(model, executor or CPUExecutor(model, threads=1), tokens, tokenizer.end_tokens, n_pages, 4,
+                       kind=Stepping, special_ids=tokenizer.special_ids)
+    thread.start()
+    most = min(model.config.max_positions, 4 * n_pages)
+    with serving(thread, Served('chat', tokenizer, tokens, most)) as client:
+        yield client
+
+
+def chat_tokenizer_with(template):
+    """`chat_tokenizer` with another chat template."""
+    return from_state(chat_tokenizer().state() | dict(chat_template=template))
+
+
+@contextmanager
+def started(folder, script, *settings):
+    """(a process that serves, the lines that it has said when it is ready, the address of its page)"""
+    process, lines = start(folder, script, *settings), ['']
+    try:
+        while not lines[-1].startswith('ready in'):
+            lines.append(process.stderr.readline())
+            assert lines[-1], lines
+        yield process, lines, next(line.split()[2] for line in lines if line.startswith('the page: '))
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()

@@ -1,7 +1,5 @@
-"""POST /v1/chat/completions: the openai client, blocks that turns and conversations share, and what is refused."""
+"""POST /v1/chat/completions: the openai client, the blocks of earlier turns, what becomes of messages."""
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 from conftest import SERVING, needs
@@ -10,12 +8,10 @@ needs(*SERVING)
 
 import torch
 from example_models import LLAMA, TEXT, chat_tokenizer, gpt, sentencepiece_tokenizer
-from serving_process import serving
-from small_engine import spelling_engine, thread_of
+from serving_process import chat_tokenizer_with, chatting, serving
+from small_engine import spelling_engine
 from test_api import events
 
-from decode.cpu import CPUExecutor
-from serving.served import Served
 from tokenizer import from_state
 
 TOKENIZER = chat_tokenizer()
@@ -28,21 +24,10 @@ def model():
     return gpt(**LLAMA)
 
 
-@contextmanager
-def chatting(model, n_pages=64, tokenizer=TOKENIZER):
-    """(a client of a chat model's server, its pool)"""
-    tokens = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
-    thread = thread_of(model, CPUExecutor(model, threads=1), tokens, tokenizer.end_tokens, n_pages, PAGE,
-                       special_ids=tokenizer.special_ids)
-    thread.start()
-    with serving(thread, served=Served('chat', tokenizer, tokens, n_pages * PAGE)) as client:
-        yield client, thread.engine.pool
-
-
 @pytest.fixture(scope='module')
-def chat(model):
-    with chatting(model) as both:
-        yield both
+def client(model):
+    with chatting(model, TOKENIZER) as client:
+        yield client
 
 
 def ask(client, messages, **fields):
@@ -65,7 +50,7 @@ def test_a_conversation_of_ten_turns_on_a_pool_that_just_holds_it():
         answers.append(alone(model, messages, 4))
         messages.append(dict(role='assistant', content=answers[-1]))
     n_pages, before = -(-(len(TOKENIZER.conversation(messages[:-1])) + 3) // PAGE), 0
-    with chatting(model, n_pages) as (client, pool):
+    with chatting(model, TOKENIZER, n_pages=n_pages) as client:
         for turn, text in enumerate(answers):
             answer = ask(client, messages[:2 * turn + 1], max_completion_tokens=4)
             usage = answer['usage']
@@ -73,47 +58,40 @@ def test_a_conversation_of_ten_turns_on_a_pool_that_just_holds_it():
             # all full blocks of the prompt before
             assert before - before % PAGE <= usage['prompt_tokens_details']['cached_tokens'] < usage['prompt_tokens']
             before = usage['prompt_tokens']
-        assert usage['prompt_tokens'] + 3 > (n_pages - 1) * PAGE and pool.n_free == n_pages
+        assert usage['prompt_tokens'] + 3 > (n_pages - 1) * PAGE
+        assert client.service.thread.engine.pool.n_free == n_pages
         refused = client.post('/v1/chat/completions', json=dict(messages=[*messages, messages[0]], max_tokens=4))
-        assert refused.status_code == 400 and refused.json()['error']['code'] == 'context_length_exceeded'
+        error = refused.json()['error']
+        assert refused.status_code == 400
+        assert (error['code'], error['param']) == ('context_length_exceeded', 'messages')
 
 
-def test_two_conversations_at_once_share_the_blocks_of_their_system_message(chat, model):
-    client, pool = chat
-    both = [[SYSTEM, dict(role='user', content=text)] for text in ('Héllo', 'wörld')]
-    n_shared = len(TOKENIZER.conversation([SYSTEM])) // PAGE
-    gate = threading.Barrier(2)
-
-    def answer(messages):
-        gate.wait()
-        return ask(client, messages, max_tokens=20)
-    ask(client, both[0], max_tokens=1)  # its system message is remembered from here on
-    with ThreadPoolExecutor(2) as threads:
-        answers = [*threads.map(answer, both)]
-    for messages, got in zip(both, answers):
-        assert got['choices'][0]['message']['content'] == alone(model, messages, 20)
-        assert got['usage']['prompt_tokens_details']['cached_tokens'] >= (n_shared - 6) * PAGE
-    assert pool.n_free == 64
-
-
-def test_the_openai_client_streams_and_scores_what_it_gets_at_once(chat, model):
+def test_the_openai_client_streams_and_scores_what_it_gets_at_once(client, model, monkeypatch):
     openai = pytest.importorskip('openai', reason="openai is not installed")
-    client, _ = chat
+    for module in ('engine_thread', 'answer'):  # so that an answer comes in many chunks
+        monkeypatch.setattr(f'serving.{module}.chunk_interval', lambda n_streams: 0)
     with openai.OpenAI(base_url=f'{client.base_url}/v1', api_key='-', max_retries=0) as ours:
         create = ours.chat.completions.create
         parts = [dict(type='text', text='Héllo'), dict(type='text', text='wörld')]
         how = dict(model='chat', messages=[SYSTEM, dict(role='user', content=parts)], n=2, seed=5, max_tokens=12,
                    logprobs=True, top_logprobs=3, temperature=1.5)
-        whole, pieces, scores, chunks = create(**how), ['', ''], [[], []], []
-        for chunk in create(**how, stream=True, stream_options=dict(include_usage=True)):
-            chunks.append(chunk)
-            for choice in chunk.choices:
-                pieces[choice.index] += choice.delta.content or ''
-                scores[choice.index] += choice.logprobs.content if choice.logprobs else []
+        whole, pieces, scores, roles, reasons = create(**how), ['', ''], [[], []], [[], []], [None] * 2
+        usage = dict(include_usage=True, continuous_usage_stats=True)
+        with ours.chat.completions.with_streaming_response.create(**how, stream=True, stream_options=usage) as response:
+            *chunks, last = response.parse()
+        for chunk in chunks:
+            choice, = chunk.choices
+            pieces[choice.index] += choice.delta.content or ''
+            scores[choice.index] += choice.logprobs.content if choice.logprobs else []
+            roles[choice.index].append(choice.delta.role)
+            reasons[choice.index] = choice.finish_reason
         assert [choice.message.content for choice in whole.choices] == pieces and pieces[0] != pieces[1]
         assert [choice.logprobs.content for choice in whole.choices] == scores
-        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens and not chunks[-1].choices
-        assert chunks[0].choices[0].delta.role == 'assistant' and chunks[0].object == 'chat.completion.chunk'
+        assert [choice.finish_reason for choice in whole.choices] == reasons and not last.choices
+        assert response.headers['x-request-id'] == last.id and last.object == 'chat.completion.chunk'
+        assert all(of == ['assistant'] + [None] * (len(of) - 1) for of in roles)  # the first chunk alone has it
+        counts = [chunk.usage.completion_tokens for chunk in [*chunks, last]]
+        assert counts == sorted(counts) and 0 < counts[0] < counts[-1] == whole.usage.completion_tokens
         one_text = dict(role='user', content='Héllo\nwörld')  # what the parts are together
         assert create(**how | dict(messages=[SYSTEM, one_text])).choices[0].message.content == pieces[0]
         for score in scores[0]:
@@ -133,56 +111,6 @@ def test_the_openai_client_streams_and_scores_what_it_gets_at_once(chat, model):
         model, [SYSTEM, user, dict(role='assistant', content=first.content), user], 9)
 
 
-@pytest.mark.parametrize('fields, param, said', [
-    (dict(messages=[]), 'messages', 'messages'), (dict(messages='hi'), 'messages', 'messages'),
-    (dict(), 'messages', 'messages'), (dict(messages=[dict(role='user')]), 'messages.0.content', 'content'),
-    (dict(messages=[SYSTEM], top_logprobs=3), 'top_logprobs', 'needs logprobs'),
-    (dict(messages=[SYSTEM], logprobs=True, top_logprobs=21), 'top_logprobs', '20'),
-    (dict(messages=[SYSTEM], max_completion_tokens=-2), 'max_completion_tokens', '-2'),
-    (dict(messages=[SYSTEM], prompt='x'), 'prompt', '/v1/completions'),
-    *[(dict(messages=[SYSTEM, message]), param, said) for message, param, said in [
-        (dict(role='tool', tool_call_id='x'), 'messages.1.content', 'missing'),
-        (dict(role='assistant', content=None, function_call=dict(name='x')), 'messages.1', 'are tools here'),
-        (dict(role='user', content=[dict(type='image_url', image_url='x')]), 'messages.1.content', "'image_url'"),
-        (dict(role='user', content=3), 'messages.1.content', 'should be a text'),
-        (dict(role='robot', content=3), 'messages.1.role', "'robot'"), ('hi', 'messages.1', 'an object'),
-        (dict(role='user', content=[dict(type='text')]), 'messages.1.content', 'an object of 1'),
-        (dict(role='user', content=[dict(type='text', text='a'), 'b']), 'messages.1.content', "not 'b'")]]], ids=str)
-def test_an_error_names_the_first_thing_that_is_wrong(chat, fields, param, said):
-    response = chat[0].post('/v1/chat/completions', json=fields)
-    error = response.json()['error']
-    assert response.status_code == 400 and error['param'] == param and said in error['message'], error
-
-
-def test_a_stream(chat):
-    """
-    It ends as the answer does. Its first chunk has the role, each has the usage where asked; the id of an answer is in
-    its headers, before the first token.
-    """
-    client, options = chat[0], dict(include_usage=True, continuous_usage_stats=True)
-    fields = dict(messages=[dict(role='user', content='Héllo')], temperature=0, max_tokens=5, ignore_eos=True)
-    whole = client.post('/v1/chat/completions', json=fields)
-    assert whole.headers['x-request-id'] == whole.json()['id']
-    streamed = client.post('/v1/chat/completions', json=fields | dict(stream=True, stream_options=options))
-    *found, last, done = events(streamed.content)
-    assert streamed.headers['x-request-id'] == found[0]['id'] and done == b'[DONE]' and last['choices'] == []
-    assert found[-1]['choices'][0]['finish_reason'] == whole.json()['choices'][0]['finish_reason'] == 'length'
-    assert ['role' in event['choices'][0]['delta'] for event in found] == [True] + [False] * (len(found) - 1)
-    counts = [event['usage']['completion_tokens'] for event in found]
-    assert counts == sorted(counts) and counts[-1] == 5 and counts[0] > 0
-
-
-def test_a_template_that_refuses_or_loops_is_an_error_of_the_request(model, monkeypatch):
-    monkeypatch.setattr('chat.template.SECONDS', 0.2)
-    looping = ("{% if messages | length == 1 %}{{ raise_exception('say more') }}{% endif %}{% for i in range(99999) %}"
-               "{% for j in range(99999) %}{% endfor %}{% endfor %}")
-    with chatting(model, tokenizer=from_state(TOKENIZER.state() | dict(chat_template=looping))) as (client, _):
-        for n, said in ((1, 'say more'), (2, 'took longer than')):
-            response = client.post('/v1/chat/completions', json=dict(messages=[SYSTEM] * n))
-            assert response.status_code == 400 and said in response.json()['error']['message']
-        assert client.post('/v1/completions', json=dict(prompt='Héllo', max_tokens=3)).status_code == 200
-
-
 @pytest.mark.parametrize('message, same', [
     (dict(role='user', content=[dict(type='input_text', text='a'), dict(type='text', text='b', cache_control={})]),
      dict(role='user', content='a\nb')),
@@ -192,16 +120,14 @@ def test_a_template_that_refuses_or_loops_is_an_error_of_the_request(model, monk
     (dict(role='assistant', content='a', refusal=None, tool_calls=None, function_call=None, audio=None,
           tool_call_id=None, annotations=None), dict(role='assistant', content='a')),
     (dict(role='user', content='a', name='me', id=3), dict(role='user', content='a'))], ids=str)
-def test_messages_as_clients_write_them(chat, message, same):
-    client, _ = chat
+def test_messages_as_clients_write_them(client, message, same):
     user = dict(role='user', content='Héllo')
     both = [client.post('/tokenize', json=dict(messages=[user, each, user])).json() for each in (message, same)]
     assert both[0] == both[1] and both[0]['tokens'] == TOKENIZER.conversation([user, same, user])
 
 
-def test_the_last_message_is_continued_where_asked(chat, model):
+def test_the_last_message_is_continued_where_asked(client, model):
     """With the tokens that one text of both would have had."""
-    client, _ = chat
     said = [dict(role='user', content='Héllo'), dict(role='assistant', content='According to ')]
     prompt = TOKENIZER.encode(CHAT_PREFIX + 'According to ')
     drawn = model.generate(torch.tensor([prompt]), 9, temperature=0)[0, len(prompt):].tolist()
@@ -220,9 +146,9 @@ CHAT_PREFIX = '<|im_start|>user\nHéllo<|im_end|>\n<|im_start|>assistant\n'
 def test_variables_of_the_template(model):
     source = TOKENIZER.chat_template.source + (
         "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
-    tokenizer = from_state(TOKENIZER.state() | dict(chat_template=source))
+    tokenizer = chat_tokenizer_with(source)
     said = dict(messages=[dict(role='user', content='Héllo')])
-    with chatting(model, tokenizer=tokenizer) as (client, _):
+    with chatting(model, tokenizer) as client:
         def text(**fields):
             answer = client.post('/tokenize', json=said | fields)
             assert answer.status_code == 200, answer.text
@@ -236,14 +162,14 @@ def test_variables_of_the_template(model):
             assert refused.status_code == 400 and refused.json()['error']['param'] == 'chat_template_kwargs'
 
 
-def test_special_tokens_are_not_part_of_an_answer(chat):
+def test_special_tokens_are_not_part_of_an_answer(client):
     """They are drawn, and counted; skip_special_tokens=false shows them. One can be a stop string, without a text."""
     def drawn(token, **fields):
         """(the text, finish_reason, tokens) of an answer, and of a completion, that has this token only"""
         fields = dict(temperature=0, max_tokens=3, logit_bias={token: 100}) | fields
         for path, how, text_of in (('chat/completions', dict(messages=[SYSTEM]), lambda c: c['message']['content']),
                                    ('completions', dict(prompt=CHAT_PREFIX), lambda c: c['text'])):
-            answer = chat[0].post(f'/v1/{path}', json=fields | how).json()
+            answer = client.post(f'/v1/{path}', json=fields | how).json()
             choice, = answer['choices']
             yield text_of(choice), choice['finish_reason'], answer['usage']['completion_tokens']
     for token, name in ((1, '<|im_start|>'), (2, '<|im_end|>')):
@@ -255,8 +181,7 @@ def test_special_tokens_are_not_part_of_an_answer(chat):
         assert [*drawn(2, skip_special_tokens=skip)] == [('', 'stop', 1)] * 2
 
 
-def test_min_tokens_holds_back_stop_strings_and_a_stop_string_can_stay(chat):
-    client, _ = chat
+def test_min_tokens_holds_back_stop_strings_and_a_stop_string_can_stay(client):
     fields = dict(prompt='Héllo', temperature=0, max_tokens=58, ignore_eos=True, return_token_ids=True)
     ids = client.post('/v1/completions', json=fields).json()['choices'][0]['token_ids']
     before, text = [TOKENIZER.library.decode(part, skip_special_tokens=True) for part in (ids[:50], ids)]
@@ -268,27 +193,11 @@ def test_min_tokens_holds_back_stop_strings_and_a_stop_string_can_stay(chat):
         assert len(choice['token_ids']) > 50 and choice['finish_reason'] == 'stop'
 
 
-def test_a_prompt_of_the_whole_context_is_an_error_as_a_longer_one_is(chat):
-    client, _ = chat
-    for more, status in ((-1, 200), (0, 400), (1, 400), (50, 400)):
-        content = ''.join('abcdefgh'[i % 8] + ' ' for i in range(2000))
-        for n in range(2000):
-            messages = [dict(role='user', content=content[:n])]
-            if len(TOKENIZER.conversation(messages)) == 256 + more:
-                break
-        response = client.post('/v1/chat/completions', json=dict(messages=messages))
-        assert response.status_code == status, response.text
-        if status == 400:
-            error = response.json()['error']
-            assert f'{256 + more} tokens' in error['message'] and 'largest prompt is 255' in error['message']
-            assert error['code'] == 'context_length_exceeded'
-
-
 @pytest.mark.parametrize('n_words', [1, 100])
-def test_an_answer_has_all_the_room_there_is(chat, n_words):
+def test_an_answer_has_all_the_room_there_is(client, n_words):
     """Where a body does not say how long it may be."""
     for fields in (dict(), dict(logprobs=True, n=2)):
-        answer = ask(chat[0], [dict(role='user', content='a ' * n_words)], ignore_eos=True, **fields)
+        answer = ask(client, [dict(role='user', content='a ' * n_words)], ignore_eos=True, **fields)
         n = answer['usage']['completion_tokens'] // len(answer['choices'])
         assert n + answer['usage']['prompt_tokens'] == 256 and answer['choices'][0]['finish_reason'] == 'length'
 
@@ -298,22 +207,22 @@ def test_a_tokenizer_may_have_special_tokens_that_the_model_lacks(model):
     tokenizer.library.add_special_tokens(['<pad>'])
     tokenizer = from_state(TOKENIZER.state() | dict(json=tokenizer.library.to_str()))
     assert 300 in tokenizer.special_ids and model.config.vocab_size == 300
-    with chatting(model, tokenizer=tokenizer) as (client, _):
+    with chatting(model, tokenizer) as client:
         assert ask(client, [SYSTEM], max_tokens=2)['usage']['completion_tokens'] > 0
         refused = client.post('/v1/completions', json=dict(prompt='a<pad>b'))
         assert refused.status_code == 400 and refused.json()['error']['param'] == 'prompt'
 
 
-def test_what_is_nested_too_deeply_is_refused(chat):
+def test_what_is_nested_too_deeply_is_refused(client):
     deep = f'{{"a": {"[" * 990}{"]" * 990}}}'
     body = f'{{"messages": [{{"role": "user", "content": "a"}}], "chat_template_kwargs": {deep}}}'
-    response = chat[0].post('/v1/chat/completions', content=body)
+    response = client.post('/v1/chat/completions', content=body)
     assert response.status_code == 400 and 'nested too deeply' in response.json()['error']['message']
 
 
 def test_tokens_with_and_without_what_the_tokenizer_adds_and_their_texts():
     tokenizer = sentencepiece_tokenizer(TEXT, end_tokens=[2])
-    with chatting(gpt(**LLAMA | dict(vocab_size=400)), tokenizer=tokenizer) as (client, _):
+    with chatting(gpt(**LLAMA | dict(vocab_size=400)), tokenizer) as client:
         answer = client.post('/tokenize', json=dict(prompt='Hi', return_token_strs=True)).json()
         assert answer['tokens'] == tokenizer.library.encode('Hi').ids and answer['tokens'][0] == 1
         assert ''.join(answer['token_strs']) == ' Hi'
@@ -330,7 +239,7 @@ def test_an_answer_begins_without_the_blank_that_a_tokenizer_puts_there():
     tokenizer = sentencepiece_tokenizer(TEXT, end_tokens=[2], chat_template=template)
     blank = next(i for i, piece in enumerate(tokenizer.token_bytes) if piece.startswith(b' ') and len(piece) > 1)
     text = tokenizer.token_bytes[blank].decode()
-    with chatting(gpt(**LLAMA | dict(vocab_size=400)), tokenizer=tokenizer) as (client, _):
+    with chatting(gpt(**LLAMA | dict(vocab_size=400)), tokenizer) as client:
         fields = dict(max_tokens=2, logit_bias={blank: 100})
         for stream in (False, True):
             body = fields | dict(messages=[dict(role='user', content='Hi')], stream=stream)

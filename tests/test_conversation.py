@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ENVIRONMENT, ROOT, SERVING, needs, run, sizes
-from example_models import CHAT, LLAMA, TEXT, chat_tokenizer, gpt, json_tokenizer, sentencepiece_tokenizer
+from example_models import CHAT, LLAMA, chat_tokenizer, gpt, sentencepiece_tokenizer
 
 from chat.conversation import Conversation, talk
 from decode.cpu import CPUExecutor
@@ -101,24 +101,22 @@ def test_ctrl_c_ends_an_answer_and_nothing_is_computed_again(monkeypatch, capsys
 
 def test_the_server_and_a_conversation_say_the_same_with_the_same_seed():
     needs(*SERVING)
-    from serving_process import serving
-    from small_engine import served_by, thread_of
-    model, tokenizer = gpt(**LLAMA), chat_tokenizer()
+    from serving_process import chat_tokenizer_with, chatting
+    template = CHAT.replace('assistant\n', 'assistant\n{% if not enable_thinking %}(no){% endif %}')
+    model, tokenizer, n_ended = gpt(**LLAMA), chat_tokenizer_with(template), 0
     tokenizer.end_tokens = 2, *range(30, 60)  # also some that have a text
-    thread = thread_of(model, CPUExecutor(model, threads=1), tokenizer.bytes_of_tokens(300), tokenizer.end_tokens, 256,
-                       PAGE, special_ids=tokenizer.special_ids)
-    thread.start()
-    n_ended = 0
-    with serving(thread, served_by(thread, tokenizer=tokenizer)) as client:
+    with chatting(model, tokenizer, n_pages=256) as client:
         for case in range(sizes(5, 50)):
             rng = random.Random(case)
             how = dict(temperature=rng.choice([0.0, 0.5, 1.0, 2.0]), top_k=rng.choice([0, 5, 50]), seed=case,
                        top_p=rng.choice([0.5, 1.0]), min_p=rng.choice([0.0, 0.05]),
                        repetition_penalty=rng.choice([1.0, 1.3]))
-            c = Conversation(engine_of(model, CPUExecutor), tokenizer, system=rng.choice(['', 'Be brief.']), **how)
+            variables = dict(enable_thinking=rng.choice([False, True]))
+            c = Conversation(engine_of(model, CPUExecutor), tokenizer, rng.choice(['', 'Be brief.']), variables, **how)
             for text in rng.sample(SAID, 2):
                 system = [dict(role='system', content=c.system)] * bool(c.system)
-                body = how | dict(messages=[*system, *c.messages, dict(role='user', content=text)], max_tokens=20)
+                body = how | dict(messages=[*system, *c.messages, dict(role='user', content=text)], max_tokens=20,
+                                  chat_template_kwargs=variables)
                 answer = client.post('/v1/chat/completions', json=body)
                 assert answer.status_code == 200, answer.text
                 assert ''.join(c.answer(text, 20)) == answer.json()['choices'][0]['message']['content'], (case, how)
@@ -139,34 +137,13 @@ def test_a_conversation_beyond_the_context_is_refused_and_stays():
     assert c.cut.startswith('at the end of the context of 256 tokens') and c.n_new + c.n_kept + c.n_drawn == 257
 
 
-def test_a_model_without_a_template_has_no_chat():
-    with pytest.raises(ValueError, match='no chat template'):
-        Conversation(engine_of(gpt(**LLAMA)), json_tokenizer(TEXT))
-
-
 class Saying(EagerExecutor):
-    """A model that draws these tokens. fed: what it has read."""
-    tokens, fed = (), ()
+    """A model that draws these tokens."""
+    tokens = ()
 
     def logits_of(self, batch, rows):
-        self.fed = [*self.fed, *batch.tokens.tolist()]
         (new, *self.tokens) = self.tokens if len(rows) else (0, *self.tokens)
         return F.one_hot(torch.tensor([new] * len(rows)), self.model.config.vocab_size).float()
-
-
-def test_the_template_gets_the_system_message_and_its_variables():
-    import jinja2
-    template = CHAT.replace('assistant\n', 'assistant\n{% if not enable_thinking %}(no){% endif %}')
-    tokenizer = JSONTokenizer(chat_tokenizer().state()['json'], [2], {}, template)
-    engine = engine_of(gpt(**LLAMA), Saying)
-    c = Conversation(engine, tokenizer, 'Be brief.', dict(enable_thinking=False), temperature=0)
-    engine.executor.tokens = [2]
-    ''.join(c.answer('Héllo', 3))
-    expected = jinja2.Template(template).render(
-        messages=[dict(role='system', content='Be brief.'), dict(role='user', content='Héllo')],
-        enable_thinking=False, add_generation_prompt=True)
-    assert '(no)' in expected and tokenizer.decode(engine.executor.fed) == expected
-    assert [m['role'] for m in c.messages] == ['user', 'assistant']
 
 
 def test_penalty_and_min_p_are_those_of_transformers():

@@ -6,11 +6,12 @@ The executor is the toy. A step can be held in the middle, so that nothing depen
 """
 import random
 import threading
+import time
 
 import pytest
 from conftest import sizes
 from drafting import AnyDraft, drafting
-from small_engine import BYTES, Got, V, assert_alone, finished, request_of, run, submit, thread_of, tiny
+from small_engine import BYTES, V, assert_alone, finished, run, submit, thread_of, tiny
 from tiny_models import model_of
 from toy_executor import ToyExecutor, toy_model
 
@@ -42,19 +43,13 @@ class Held(ToyExecutor):
         self.may_go_on.release()
 
 
-class Client(Got):
-    def __init__(self, request):
-        super().__init__(request)
-        self.ended = threading.Event()
-
-    def deliver(self, outputs):
-        super().deliver(outputs)
-        if all(self.reasons):
-            self.ended.set()
-
-    def wait(self):
-        assert self.ended.wait(WAIT)
-        return self
+def ended(got):
+    """What a request was given, once all of its samples have ended."""
+    deadline = time.monotonic() + WAIT
+    while not all(got.reasons):
+        assert time.monotonic() < deadline
+        time.sleep(.002)
+    return got
 
 
 @pytest.fixture
@@ -71,11 +66,8 @@ def served():
     assert not thread.thread.is_alive() and not thread.live and thread.engine.pool.n_free == 24
 
 
-def ask(thread, id, prompt=(1, 2, 3), max_tokens=4, n=1, **params):
-    """`submit` while the thread runs."""
-    client = Client(request_of(id, list(prompt), max_tokens, n=n, **params))
-    thread.submit(client.request)
-    return client
+def ask(thread, id, max_tokens=4, **how):
+    return submit(thread, id, [1, 2, 3], max_tokens, **how)
 
 
 def test_a_soak_gives_each_what_it_gets_alone():
@@ -85,8 +77,8 @@ def test_a_soak_gives_each_what_it_gets_alone():
     thread.start()
     for i in range(sizes(60, 2000)):
         prompt = [1, 2, 3, 4, 5, 6, 7, 8][:chooser.randrange(9)] + [chooser.randrange(V) for _ in range(3)]
-        clients.append(ask(thread, str(i), prompt, chooser.randint(1, 29), chooser.choice([1, 1, 3]), logprobs=5,
-                           temperature=chooser.choice([0.0, 1.0])))
+        clients.append(submit(thread, str(i), prompt, chooser.randint(1, 29), n=chooser.choice([1, 1, 3]), logprobs=5,
+                              temperature=chooser.choice([0.0, 1.0])))
         if chooser.random() < 0.3:
             thread.abort(str(chooser.randrange(i + 1)))
         thread.state()
@@ -98,24 +90,8 @@ def test_a_soak_gives_each_what_it_gets_alone():
         assert_alone(model, client)
 
 
-def test_stop_ends_steps_that_would_repeat_and_aborts_what_has_not_ended(served, monkeypatch):
-    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
-    thread, executor = served
-    clients = [ask(thread, 'runs', max_tokens=20)]
-    executor.wait()
-    clients.append(ask(thread, 'waits', max_tokens=20, n=2))
-    stopping = threading.Thread(target=thread.stop)
-    stopping.start()
-    with thread.condition:
-        assert thread.condition.wait_for(lambda: thread.stopping, WAIT)
-    executor.go_on()
-    stopping.join()
-    assert clients[0].wait().reasons == ['abort'] and clients[1].wait().reasons == ['abort'] * 2
-    assert len(clients[0].tokens[0]) == 1
-
-
-def test_an_abort_ends_steps_that_would_repeat(served, monkeypatch):
-    """Its id can be that of a later request."""
+def test_an_abort_and_a_stop_end_steps_that_would_repeat(served, monkeypatch):
+    """An id can be that of a later request. A stop aborts what has not ended."""
     monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
     thread, executor = served
     client = ask(thread, 'a', max_tokens=20)
@@ -124,9 +100,22 @@ def test_an_abort_ends_steps_that_would_repeat(served, monkeypatch):
         executor.may_go_on.release()
     executor.wait()
     thread.abort('a')
+    executor.may_go_on.release()
+    assert ended(client).reasons == ['abort'] and len(client.tokens[0]) == 4
+    clients = [ask(thread, 'a', max_tokens=20)]
+    executor.wait()
+    clients.append(ask(thread, 'b', max_tokens=20, n=2))
+    for _ in range(2):  # the prompt of the second one, and a step of the call behind it
+        executor.may_go_on.release()
+        executor.wait()
+    stopping = threading.Thread(target=thread.stop)
+    stopping.start()
+    with thread.condition:
+        assert thread.condition.wait_for(lambda: thread.stopping, WAIT)
     executor.go_on()
-    assert client.wait().reasons == ['abort'] and len(client.tokens[0]) == 4
-    assert ask(thread, 'a').wait().reasons == ['length']
+    stopping.join()
+    assert [ended(client).reasons for client in clients] == [['abort'], ['abort'] * 2]
+    assert len(clients[0].tokens[0]) < 5
 
 
 def test_a_defect_of_the_engine_ends_its_requests_and_not_the_thread(served, monkeypatch):
@@ -142,19 +131,18 @@ def test_a_defect_of_the_engine_ends_its_requests_and_not_the_thread(served, mon
         patch.setattr(thread.engine, 'end', lambda *args: 1 / 0)
         executor.go_on()
         for client in clients:
-            assert client.wait().reasons == ['error'] and 'the engine failed' in client.error
-    assert ask(thread, 'c').wait().reasons == ['length']
+            assert ended(client).reasons == ['error'] and 'the engine failed' in client.error
+    assert ended(ask(thread, 'c')).reasons == ['length']
 
 
 def test_what_a_request_raises_ends_it_alone(served):
     thread, executor = served
     other = ask(thread, 'a')
     executor.wait()
-    wrong = Client(request_of('b', [1], 4, n=2, stop=(5,)))  # whatever no check has found
-    thread.submit(wrong.request)
+    wrong = submit(thread, 'b', [1], 4, n=2, stop=(5,))  # whatever no check has found
     executor.go_on()
-    assert wrong.wait().reasons == ['error'] * 2 and 'Error' in wrong.error
-    assert other.wait().reasons == ['length'] and ask(thread, 'b').wait().reasons == ['length']
+    assert ended(wrong).reasons == ['error'] * 2 and 'Error' in wrong.error
+    assert ended(other).reasons == ['length'] and ended(ask(thread, 'b')).reasons == ['length']
 
 
 def test_what_a_text_raises_ends_its_request_alone():
@@ -172,7 +160,7 @@ def test_what_a_text_raises_ends_its_request_alone():
 def test_the_state_shows_the_pool(served, monkeypatch):
     thread, executor = served
     monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 0)  # a call has one step
-    two = ask(thread, 'two', range(6), max_tokens=9, n=2)
+    two = submit(thread, 'two', [*range(6)], 9, n=2)
     executor.wait()
     for n in range(3):  # the prompt but for its last token, and the first two tokens of each
         with thread.condition:  # the thread is inside of a step: what is shown is from before, and made anew behind it
@@ -193,7 +181,7 @@ def test_the_state_shows_the_pool(served, monkeypatch):
     used = {page for table in tables for page in table}
     assert state['counters']['blocks_shared'] == 1 and state['counters']['blocks_used'] == len(used)
     executor.go_on()
-    two.wait()
+    ended(two)
     thread.stop()
     state = thread.state()
     assert not any(block['samples'] for block in state['blocks']) and not state['running'] and not state['waiting']

@@ -105,26 +105,6 @@ def test_the_openai_client_reads_texts_calls_and_streams_and_sends_them_back(say
     assert answer.json()['choices'][0]['message']['content'] == last.output_text
 
 
-@pytest.mark.parametrize('fields, param, said', [
-    (dict(previous_response_id='resp_1'), 'previous_response_id', 'the whole conversation'),
-    (dict(conversation=dict(id='x')), 'conversation', 'the whole conversation'),
-    (dict(background=True), 'background', 'keeps no answers'), (dict(store=True), 'store', 'keeps no answers'),
-    (dict(truncation='auto'), 'truncation', 'shorten'), (dict(n=2), 'n', '1'), (dict(input=[]), 'input', 'at least 1'),
-    (dict(max_tokens=5), 'max_tokens', 'max_output_tokens'), (dict(messages=[USER]), 'messages', 'chat/completions'),
-    (dict(reasoning=dict(effort='low')), 'reasoning', 'chat_template_kwargs'), (dict(input=None), 'input', 'missing'),
-    (dict(input=[dict(type='item_reference', id='x')]), 'input.0', "'item_reference'"),
-    (dict(input=3), 'input', 'list'),
-    (dict(input=[dict(role='user', content=[dict(type='input_image')])]), 'input.0.content', "'input_image'"),
-    (dict(input=[dict(type='function_call', name='add', arguments='x')]), 'input.0.tool_calls.0.function.arguments',
-     'JSON'), (dict(tools=[dict(type='web_search')]), 'tools.0.type', "'web_search'"),
-    (dict(tools=FLAT, tool_choice=dict(type='function', name='rm')), 'tool_choice', 'rm'),
-    (dict(max_output_tokens=5000), 'max_output_tokens', 'largest max_output_tokens')], ids=str)
-def test_what_is_not_kept_or_not_there_is_refused_by_name(saying, fields, param, said):  # noqa: F811
-    response = saying('qwen')[0].post('/v1/responses', json=dict(input='Hi') | fields)
-    error = response.json()['error']
-    assert response.status_code == 400 and error['param'] == param and said in error['message'], error
-
-
 def test_a_format_is_that_of_the_text(saying):  # noqa: F811
     pytest.importorskip('llguidance', reason="llguidance is not installed")
     for schema, said in (dict(type='string', maxLength=3), 200), ({'if': {}}, 400):

@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
 
 from conftest import SERVING, needs
 
@@ -12,8 +11,9 @@ needs(*SERVING)
 
 import httpx
 import torch
-from conftest import ENVIRONMENT, TIMEOUT, run, start
+from conftest import ENVIRONMENT, TIMEOUT, run
 from example_models import LLAMA, chat_tokenizer
+from serving_process import started
 
 import checkpoint
 import formats
@@ -23,26 +23,12 @@ from engine import Engine
 SMALL = ('--port=0', '--decoder=eager', '--n_blocks=16', '--page_size=4', '--device=cpu')
 
 
-@contextmanager
-def served(trained, *settings):
-    """(the process of serve.py, the lines that it has said when it is ready, the address of its page)"""
-    process = start(trained, 'serve.py', *SMALL, *settings)
-    try:
-        lines = []
-        while not lines or not lines[-1].startswith('ready in'):
-            lines.append(process.stderr.readline())
-        yield process, lines, next(line.split()[2] for line in lines if line.startswith('the page: '))
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_serves_the_newest_run(trained):
     """
     With the tokens that the model draws without a cache, greedy, and those of the engine for a seed; SIGTERM ends it
     with exit code 0. It says where the page and the API are, and shows its key nowhere.
     """
-    with served(trained, '--host=localhost', '--api_key=geheim7') as (process, lines, address):
+    with started(trained, 'serve.py', *SMALL, '--host=localhost', '--api_key=geheim7') as (process, lines, address):
         assert address.startswith('http://localhost:')
         assert f"the API of 'out' at {address}v1: /v1/completions\n" in lines
         with httpx.Client(base_url=address, timeout=60, headers={'authorization': 'bearer geheim7'}) as client:
@@ -70,7 +56,7 @@ def test_serves_a_chat_model_whose_file_is_cut_meanwhile(trained, tmp_path):
     torch.manual_seed(0)
     formats.to_huggingface(plain_model.GPT(plain_model.GPTConfig(**LLAMA)), tmp_path, chat_tokenizer())
     (tmp_path / 'generation_config.json').write_text('{"temperature": 0.5, "top_k": 2, "eos_token_id": 2}')
-    with served(trained, f'--init_from={tmp_path}', '--name=someone/toy') as (_, lines, address):
+    with started(trained, 'serve.py', *SMALL, f'--init_from={tmp_path}', '--name=someone/toy') as (_, lines, address):
         assert any('/v1/completions, /v1/chat/completions' in line for line in lines)
         assert any(line.startswith('sampling defaults: temperature 0.5, top_k 2 ') for line in lines)
         model = httpx.get(f'{address}v1/models/someone/toy').json()
