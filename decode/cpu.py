@@ -105,10 +105,8 @@ class CPUExecutor:
                 return self.several(batch)
             rows, parts = batch.rows()
             logits = self.logits_of(batch, batch.tokens, batch.positions, batch.counts, rows)
-            drawing = [i for i, n in enumerate(batch.n_steps.tolist()) if n]
-            own = logits if len(drawing) == len(rows) else logits[[parts[i].stop - 1 for i in drawing]]
-            drawn = self.draws.draw([batch.sequences[i] for i in drawing], own.unsqueeze(1)) if drawing else []
-            return batch.result([token for token, in drawn], logits, parts)
+            return batch.result(logits, parts, lambda sequences, own: [
+                token for token, in self.draws.draw(sequences, own.unsqueeze(1))])
 
     def several(self, batch):
         """

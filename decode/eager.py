@@ -54,7 +54,7 @@ class EagerExecutor:
             logits = self.logits_of(batch, rows)
             if not are_numbers(logits):
                 raise NotNumbers
-            return outputs_of(logits, batch, parts)
+            return batch.result(logits, parts, drawn)
 
     def logits_of(self, batch, rows):
         """The logits of these rows, (W, vocab_size)."""
@@ -112,19 +112,14 @@ class UncachedExecutor:
             logits = torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])
             if not are_numbers(logits[:, 0]):
                 raise NotNumbers
-            return outputs_of(logits[:, 0], batch, parts)
+            return batch.result(logits[:, 0], parts, drawn)
 
 
-def outputs_of(logits, batch, parts):
-    """The `SequenceOutput` of a single step, from the logits and the parts of `Batch.rows`."""
-    drawing = [(s, part.stop - 1) for s, n, part in zip(batch.sequences, batch.n_steps.tolist(), parts) if n]
-    if not drawing:
-        return batch.result([], logits, parts)
-    for s, _ in drawing:
+def drawn(sequences, logits):
+    """The next token of each sequence, a list, from a row of logits of each."""
+    for s in sequences:
         s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
-    own = logits if len(drawing) == len(logits) else logits[[row for _, row in drawing]]
-    drawn = draw(own, [s.settings for s, _ in drawing], [s.n_drawn for s, _ in drawing])
-    return batch.result(drawn.tolist(), logits, parts)
+    return draw(logits, [s.settings for s in sequences], [s.n_drawn for s in sequences]).tolist()
 
 
 def are_numbers(logits):

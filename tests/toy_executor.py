@@ -12,7 +12,7 @@ import torch
 
 from decode.batch import NotNumbers, SequenceOutput
 from decode.draw import draw
-from decode.eager import outputs_of
+from decode.eager import drawn
 from model import GPT, GPTConfig
 
 MODULUS = 2**24 - 3  # what float32 holds exactly
@@ -66,7 +66,7 @@ class ToyExecutor:
         if not batch.decodes:
             logits = self.one_step(batch.sequences, batch.counts, batch.tokens, batch.positions)
             rows, parts = batch.rows()
-            return outputs_of(logits[rows], batch, parts)
+            return batch.result(logits[rows], parts, drawn)
         outputs, tokens = [SequenceOutput([], []) for _ in batch.sequences], batch.tokens.copy()
         going, n = list(range(len(outputs))), 0
         while going:
@@ -137,7 +137,7 @@ class NextLetter(ToyExecutor):
         (rows, parts), V = batch.rows(), self.model.config.vocab_size
         ids = torch.from_numpy(batch.tokens)
         logits = torch.full((len(rows), V), -1000.0).scatter_(1, (ids[rows, None] + 1) % V, 0.0)
-        return outputs_of(logits, batch, parts)
+        return batch.result(logits, parts, drawn)
 
 
 class Saying(ToyExecutor):
@@ -150,7 +150,7 @@ class Saying(ToyExecutor):
         for s, part in zip(batch.sequences, parts):
             if part.stop > part.start:
                 logits[part.stop - 1, self.says[min(s.n_drawn, len(self.says) - 1)]] = 0.0
-        return outputs_of(logits, batch, parts)
+        return batch.result(logits, parts, drawn)
 
 
 def version_of(model):
