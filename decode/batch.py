@@ -118,12 +118,14 @@ class Batch:
             first += count
         return np.array(rows, np.int64), parts
 
-    def result(self, drawn, logits, parts):
+    def result(self, logits, parts, draw):
         """
-        The `SequenceOutput`s of a single step. drawn: the token of each sequence that draws, a list. logits: a tensor
-        of the rows and `parts` of `rows`.
+        The `SequenceOutput`s of a single step. logits: a tensor of the rows and `parts` of `rows`. draw: the function
+        (sequences, a row of logits for each) -> their next tokens, a list.
         """
-        tokens = iter(drawn)
+        drawing = [(s, part.stop - 1) for s, n, part in zip(self.sequences, self.n_steps.tolist(), parts) if n]
+        own = logits if len(drawing) == len(logits) else logits[[row for _, row in drawing]]
+        tokens = iter(draw([s for s, _ in drawing], own) if drawing else [])
         return [SequenceOutput([next(tokens)] if n else [], logits[part] if every or logprobs and n else None)
                 for n, every, logprobs, part in zip(self.n_steps.tolist(), self.prompt_logits, self.logprobs, parts)]
 

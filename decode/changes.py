@@ -50,32 +50,24 @@ def check_unchanged(model):
     found, expected = (dict(each.named_modules(remove_duplicate=False)) for each in (model, plain))
     for name in sorted({*found, *expected} - {''}):
         module, of_plain = found.get(name), expected.get(name)
+        traits, of_config = traits_of(module), traits_of(of_plain)
+        for key in of_config | traits:
+            if traits.get(key) != of_config.get(key) and (key in traits or key != '.bias'):
+                raise ValueError(f"the executor expects {name}{key} to be {of_config.get(key, 'absent')}, not "
+                                 f"{traits.get(key, 'absent')}: {REFUSED}")
         kind = type(module)
-        if kind is not type(of_plain):
-            raise ValueError(f"the executor expects {name} to be {described(type(of_plain))}, not {described(kind)}: "
-                             f"{REFUSED}")
         if is_changed(module):
             raise ValueError(f"the executor does not run the hooks and functions that were added to {name}: {REFUSED}")
         if not kind.__module__.startswith('torch.') and kind.forward.__qualname__ != f'{kind.__name__}.forward':
             raise ValueError(f"the executor does not run the forward that was put into the class {kind.__name__}: "
                              f"{REFUSED}")
-        if kind is nn.GELU and module.approximate != of_plain.approximate:
-            raise ValueError(f"the executor expects {name} to be {of_plain}, as in the config, not {module}: {REFUSED}")
-        shapes, of_config = shapes_of(module), shapes_of(of_plain)
-        for key in sorted({*shapes, *of_config}):
-            if shapes.get(key) != of_config.get(key) and (key in shapes or key != 'bias'):
-                raise ValueError(f"the executor expects {name}.{key} to be {of_config.get(key, 'absent')}, not "
-                                 f"{shapes.get(key, 'absent')}: {REFUSED}")
 
 
-def described(kind):
-    return 'absent' if kind is type(None) else f'a {kind.__module__}.{kind.__name__}'
-
-
-def shapes_of(module):
-    return {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None}
-
-
-def norms_of(model):
-    """The norms of rows, in the order of the step."""
-    return [norm for b in model.transformer.h for norm in (b.ln_1, b.ln_2)] + [model.transformer.ln_f]
+def traits_of(module):
+    """What the config says of a module, {what: value}: its class, and the shapes of its parameters."""
+    if module is None:
+        return {}
+    own = {'': f'a {type(module).__module__}.{type(module).__name__}'}
+    if isinstance(module, nn.GELU):
+        own['.approximate'] = module.approximate
+    return own | {f'.{key}': tuple(p.shape) for key, p in module._parameters.items() if p is not None}

@@ -15,9 +15,9 @@ from decode.kernel import layout
 from decode.kernel.building import compile_beside
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
 from decode.kernel.sampling import DRAW
-from decode.kernel.step import PART_ON, check, step, team_for, workers
+from decode.kernel.step import step, team_for, workers
 from decode.kernel.threads import LINE, aligned, n_cores
-from decode.tables import DrawTable, KVAddresses, PackedModel, StepTables
+from decode.tables import DrawTable, StepTables, check_layers
 from decode.weights import WEIGHTS, PackedWeights, check_model, padded
 from device import torch_on_one_thread
 
@@ -56,15 +56,14 @@ class CPUExecutor:
         if threads is not None and not 1 <= threads <= most:
             raise ValueError(f"threads must be between 1 and the {most} cores of this process, not {threads}")
         check_model(model)
-        c, self.model, self.weights, self.packed_weights = model.config, model, weights, PackedWeights(model, weights)
+        c, self.model, self.weights, self.packed = model.config, model, weights, PackedWeights(model, weights)
         self.n_threads, self.fixed = threads or min(torch.get_num_threads(), most), threads is not None
         self.most_threads = self.n_threads  # of the tables
         self.name = (f"numba on the CPU, {weights} weights, {'' if self.fixed or self.n_threads == 1 else 'up to '}"
                      f"{self.n_threads} thread{'s' * (self.n_threads > 1)}")
-        self.vocab_size, self.shape, self.choices = c.vocab_size, shape_of(c), {}
-        self.arrays = self.packed_weights.arrays() | {
-            layout.BARRIER: aligned(LINE, np.int64),
-            layout.CLAIMS: aligned((c.n_layer * LINEARS_PER_LAYER + 1, LINE), np.int64)}
+        self.vocab_size, self.shape = c.vocab_size, shape_of(c)
+        self.counters = {layout.BARRIER: aligned(LINE, np.int64),
+                         layout.CLAIMS: aligned((c.n_layer * LINEARS_PER_LAYER + 1, LINE), np.int64)}
         self.layers, self.draws = (), DrawTable(c.vocab_size)
         compile_beside(DRAW, BESIDE)
         self.pack()
@@ -81,15 +80,15 @@ class CPUExecutor:
     def pack(self):
         """Pack the weights. ns_packing: nanoseconds that it took."""
         with workers.lock:
-            packed, began = PackedModel(self.model, self.weights), time.perf_counter_ns()
-            self.packed_weights.fill()
+            self.tables, began = None, time.perf_counter_ns()
+            self.packed.fill()
             self.ns_packing = time.perf_counter_ns() - began
-            self.tables = self.tables_of(packed, 8, 8)
 
     def hold(self, layers):
         """Let the steps read and write these `kvcache.storage.Layer`s. ValueError if they cannot."""
-        self.layers, self.kv = layers, KVAddresses(layers)
-        team_for(self.weights, self.kv.dtype, self.n_threads)
+        check_layers(layers)
+        self.layers, self.tables = layers, None
+        team_for(self.weights, layers[0].k.data.dtype, self.n_threads)
         DRAW.compiled  # noqa: B018 (it is compiled here)
 
     def execute_model(self, batch):
@@ -106,10 +105,8 @@ class CPUExecutor:
                 return self.several(batch)
             rows, parts = batch.rows()
             logits = self.logits_of(batch, batch.tokens, batch.positions, batch.counts, rows)
-            drawing = [i for i, n in enumerate(batch.n_steps.tolist()) if n]
-            own = logits if len(drawing) == len(rows) else logits[[parts[i].stop - 1 for i in drawing]]
-            drawn = self.draws.draw([batch.sequences[i] for i in drawing], own) if drawing else []
-            return batch.result(drawn, logits, parts)
+            return batch.result(logits, parts, lambda sequences, own: [
+                token for token, in self.draws.draw(sequences, own.unsqueeze(1))])
 
     def several(self, batch):
         """
@@ -165,18 +162,15 @@ class CPUExecutor:
         return tokens[1:made + 1], ended
 
     def tables_for(self, n_rows, n_seq):
-        """The tables, with room for so many rows and sequences, and with the addresses of the slots."""
+        """The tables, with room for so many rows and sequences."""
         t = self.tables
-        if n_rows > t.n_rows or n_seq > t.n_seq:
-            self.tables = self.tables_of(t.packed, max(t.n_rows, padded(n_rows, 8)), max(t.n_seq, padded(n_seq, 8)))
-        if self.tables.kv is not self.kv:
-            self.tables.bind(self.kv)
+        if t is None or n_rows > t.n_rows or n_seq > t.n_seq:
+            n_rows, n_seq = padded(n_rows, 8), padded(n_seq, 8)
+            if t:
+                n_rows, n_seq = max(n_rows, t.n_rows), max(n_seq, t.n_seq)
+            self.tables = StepTables(self.packed, self.layers, self.counters, n_rows, n_seq, min(n_rows, CHUNK),
+                                     self.most_threads)
         return self.tables
-
-    def tables_of(self, packed, n_rows, n_seq):
-        tables = StepTables(packed, self.arrays, n_rows, n_seq, min(n_rows, CHUNK), self.most_threads)
-        tables.memory[layout.PART] = PART_ON[self.weights].address
-        return tables
 
     def logits_of(self, batch, tokens, positions, counts, wanted, n_threads=None):
         """
@@ -195,7 +189,7 @@ class CPUExecutor:
             tables.positions[:N] = positions
             tables.set_sizes(N, S, 0)
             tables.memory[TOKENS] = tokens.ctypes.data
-            self.refuse(check(*tables.addresses))
+            self.refuse(step(*tables.addresses, 0, workers.address))
         for row in range(0, N, CHUNK):
             end = min(row + CHUNK, N)
             a, b = np.searchsorted(starts, row, 'right') - 1, np.searchsorted(starts, end)
@@ -244,25 +238,21 @@ class CPUExecutor:
             raise Refused(f"token ids must be within the vocabulary of {self.vocab_size}, not {position}")
         if why == layout.BAD_POSITION:
             raise Refused(f"out of context: the new tokens of {seq} begin at position {position}, and must be at "
-                          f"consecutive positions from 0 to below {self.tables.packed.config.max_positions}")
+                          f"consecutive positions from 0 to below {self.packed.config.max_positions}")
         if why == layout.BAD_RUNS:
-            raise Refused(f"the runs of {seq} must be in the order of positions and within {self.kv.n_slots} slots, "
-                          f"and the run at position {position} is not")
+            raise Refused(f"the runs of {seq} must be in the order of positions and within {self.layers[0].n_slots} "
+                          f"slots, and the run at position {position} is not")
         raise Refused(f"{seq} has no slot for position {position}, which its new tokens see")
 
     def choice(self, n_rows):
         """The `ThreadChoice` for steps of about so many rows, shared by all executors of this shape."""
-        size = n_rows.bit_length()
-        if size in self.choices:
-            return self.choices[size]
-        key = self.shape, self.weights, self.n_threads, size
+        key = self.shape, self.weights, self.n_threads, n_rows.bit_length()
         if key not in choices:
             # for 8 rows, reading the weights is half of the work
-            n_bytes = self.packed_weights.panels.nbytes * (1 + n_rows / 8)
+            n_bytes = self.packed.panels.nbytes * (1 + n_rows / 8)
             guess = min(self.n_threads, 1 + int(n_bytes / BYTES_A_THREAD))
             others = {self.n_threads, *(2**i for i in range(self.n_threads.bit_length()))} - {guess}
             choices[key] = ThreadChoice([guess, *sorted(others, reverse=True)])
-        self.choices[size] = choices[key]
         return choices[key]
 
 

@@ -5,9 +5,6 @@ A decoded token of a small model goes through some sixty modules, and most of th
 nn.Module takes 1.5 us, looking up its weight 0.8 us. Here both are done once for each `refresh`, and no code of the
 model is written again: its classes run, and torch's modules become torch's functions.
 """
-from functools import partial
-
-import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -35,8 +32,6 @@ class DirectModel:
         public = {name: value for name, value in vars(module).items() if not name.startswith('_')}
         parts = {name: self.function_of(part, home) for name, part in module.named_children()}
         vars(own).update(public | module._parameters | module._buffers | parts, training=False)
-        if hasattr(own, 'attend') and any(p.is_cuda for p in module.parameters()):
-            vars(own)['attend'] = partial(attend_on_cuda, own.attend)
         return own
 
     def function_of(self, module, home):
@@ -99,21 +94,3 @@ def gelu(module):
 
 FUNCTIONS = {nn.LayerNorm: layer_norm, nn.RMSNorm: rms_norm, nn.Linear: linear, nn.Embedding: embedding, nn.GELU: gelu,
              nn.Dropout: lambda module: lambda x: x}
-
-
-def attend_on_cuda(plain, q, k, v, mask, dropout_p):
-    """`attend` of model.py, which is `plain`."""
-    if q.dtype is torch.float32 and q.size(2) == 1 and mask is not None:
-        # torch's kernel for float32 with a mask gives a head to one multiprocessor: 120 us for 1,024 keys
-        return attend_one(q, k, v, mask)
-    return plain(q, k, v, mask, dropout_p)
-
-
-def attend_one(q, k, v, mask):
-    """`attend` for one query (B, n_head, 1, head_dim), as two products for each head of keys. It needs a mask."""
-    (B, n_head, _, head_dim), n_kv_head = q.shape, k.size(1)
-    queries = (q * head_dim ** -0.5).reshape(B, n_kv_head, n_head // n_kv_head, head_dim)
-    scores = (queries @ k.transpose(2, 3)).view(B, n_head, 1, -1)
-    scores = scores.masked_fill(~mask, -float('inf')) if mask.dtype is torch.bool else scores + mask
-    weights = scores.softmax(dim=-1).view(B, n_kv_head, n_head // n_kv_head, -1)
-    return (weights @ v).view(B, n_head, 1, head_dim)

@@ -10,7 +10,7 @@ import numpy as np
 from decode.batch import Batch
 from decode.cpu import CPUExecutor
 from decode.kernel.building import compile_beside
-from decode.kernel.sampling import VERIFY
+from decode.kernel.step import PART_ON
 
 LONGEST, SHORTEST = 4, 2  # n-grams that are looked for
 
@@ -67,10 +67,9 @@ class PackedDraft:
         if self.executor:
             self.executor.hold(layers)
         else:
-            compile_beside(VERIFY, f'''
-from decode.kernel.sampling import VERIFY
+            compile_beside(PART_ON[self.weights], f'''
 from decode.kernel.step import PART_ON
-VERIFY.compiled, PART_ON[{self.weights!r}].compiled
+PART_ON[{self.weights!r}].compiled
 ''')
 
     def refresh(self):

@@ -54,7 +54,7 @@ class EagerExecutor:
             logits = self.logits_of(batch, rows)
             if not are_numbers(logits):
                 raise NotNumbers
-            return outputs_of(logits, batch, parts)
+            return batch.result(logits, parts, drawn)
 
     def logits_of(self, batch, rows):
         """The logits of these rows, (W, vocab_size)."""
@@ -112,19 +112,14 @@ class UncachedExecutor:
             logits = torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])
             if not are_numbers(logits[:, 0]):
                 raise NotNumbers
-            return outputs_of(logits[:, 0], batch, parts)
+            return batch.result(logits[:, 0], parts, drawn)
 
 
-def outputs_of(logits, batch, parts):
-    """The `SequenceOutput` of a single step, from the logits and the parts of `Batch.rows`."""
-    drawing = [(s, part.stop - 1) for s, n, part in zip(batch.sequences, batch.n_steps.tolist(), parts) if n]
-    if not drawing:
-        return batch.result([], logits, parts)
-    for s, _ in drawing:
+def drawn(sequences, logits):
+    """The next token of each sequence, a list, from a row of logits of each."""
+    for s in sequences:
         s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
-    own = logits if len(drawing) == len(logits) else logits[[row for _, row in drawing]]
-    drawn = draw(own, [s.settings for s, _ in drawing], [s.n_drawn for s, _ in drawing])
-    return batch.result(drawn.tolist(), logits, parts)
+    return draw(logits, [s.settings for s in sequences], [s.n_drawn for s in sequences]).tolist()
 
 
 def are_numbers(logits):
@@ -216,17 +211,11 @@ class StepLayer(NamedTuple):
         next layer may overwrite, their `Keys`, and itself.
         """
         self.layer.write(self.own, k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2))
-        all_k, all_v = self.layer.read(self.read, k.dtype)
-        return all_k.to(k.device), all_v.to(k.device), self.keys, self
+        return *self.layer.read(self.read, k.dtype), self.keys, self
 
 
 def layers_of_step(layers, device, own, read, position, allowed=None):
-    """
-    A `StepLayer` for each layer, of what `step_slots` and the functions above return. device: the model's; a layer may
-    be on another one.
-    """
-    own, read = torch.from_numpy(own), torch.from_numpy(read)
-    slots = {d: (own.to(d), read.to(d)) for d in {layer.device for layer in layers}}
-    allowed = None if allowed is None else torch.from_numpy(allowed).to(device)
-    keys = Keys(torch.from_numpy(position).to(device), allowed)
-    return [StepLayer(layer, *slots[layer.device], keys) for layer in layers]
+    """A `StepLayer` for each layer, of what `step_slots` and the functions above return."""
+    own, read, position = (torch.from_numpy(each).to(device) for each in (own, read, position))
+    keys = Keys(position, None if allowed is None else torch.from_numpy(allowed).to(device))
+    return [StepLayer(layer, own, read, keys) for layer in layers]

@@ -17,7 +17,6 @@ import numpy as np
 
 from decode import DRAFTED_SEQUENCES, drafts
 from decode.batch import NotNumbers, Refused, SequenceOutput
-from decode.kernel.sampling import VERIFY
 from decode.kernel.step import workers
 
 MOST_PROPOSALS = 15  # of a sequence in a round
@@ -95,13 +94,11 @@ class Drafting:
         computes the logits of n + 1 tokens of each sequence.
         """
         target, S, n = self.target, len(batch.sequences), len(proposals) + 1
-        tokens = np.zeros((n + 1, S), np.int64)
-        tokens[0], tokens[1:n] = batch.tokens, proposals
-        chunk, positions = tokens[:n].T.ravel(), (batch.positions[:, None] + np.arange(n)).ravel()
+        chunk = np.vstack([batch.tokens, proposals]).T.ravel()
+        positions = (batch.positions[:, None] + np.arange(n)).ravel()
         logits = target.logits_of(batch, chunk, positions, [n] * S, np.arange(S * n), n_threads).view(S, n, -1)
-        table = target.draws.describe(batch.sequences, 0, batch.return_soon, batch.until)
-        ended = VERIFY.call(table, logits.data_ptr(), tokens.ctypes.data, n, 0) < 0
-        drawn = [column[column >= 0].tolist() for column in tokens[1:].T]
+        drawn = target.draws.draw(batch.sequences, logits, proposals)
+        ended = any(of_one[-1] in s.settings.stop_ids for s, of_one in zip(batch.sequences, drawn))
         return [SequenceOutput(of_one, rows[:len(of_one)] if kept else None)
                 for of_one, rows, kept in zip(drawn, logits, batch.logprobs)], ended
 

@@ -1,21 +1,14 @@
 """The two tables that the compiled step reads, and the arrays whose addresses are in them; see layout.py."""
-import copy
-import math
-
 import numpy as np
-import torch
 
 from decode.kernel import layout, sampling
 from decode.kernel.attention import ATTENTION_ON, KINDS
 from decode.kernel.attention_tile import EIGHT, N_WEIGHED
 from decode.kernel.layout import GROUP, SCALE_GROUP
-from decode.kernel.linears import GELU, GELU_TANH, SWIGLU
+from decode.kernel.step import PART_ON
 from decode.kernel.threads import aligned, n_cores
 from decode.kernel.vectors import LANES
-from decode.weights import loaded, padded
-from positions import alibi_slopes, rotary_frequencies
-
-POSITIONS = dict(learned=layout.LEARNED, rope=layout.ROPE, alibi=layout.ALIBI, none=layout.NONE)
+from decode.weights import padded
 
 
 def most_keys(config):
@@ -65,93 +58,56 @@ def scratch_of(config, n_rows):
             layout.INPUT_SUMS: aligned((n_rows, K_p // SCALE_GROUP), np.float32)}
 
 
-class PackedModel:
-    """
-    The model at the moment when its weights were packed, for steps that read them as `weights`; config is a copy.
-    Embeddings on the device meta are rows of lm_head: in int8 those that are packed, and otherwise read from the file.
-    """
-
-    def __init__(self, model, weights):
-        self.config = c = copy.copy(model.config)
-        t = model.transformer
-        wte = t.wte.weight
-        of_head = wte.is_meta and weights == 'int8'
-        wte = wte if of_head else loaded(wte)
-        # their memory is read, also when the model has got other embeddings
-        self.embeddings = [w.detach() for w in (wte, *([t.wpe.weight] if c.position == 'learned' else []))]
-        slopes = alibi_slopes(c.n_head, torch.float32).numpy() if c.position == 'alibi' else np.zeros(c.n_head)
-        self.arrays = {
-            layout.SLOPES: slopes.astype(np.float32),
-            layout.FREQUENCIES: rotary_frequencies(c.head_dim, c.rope_theta, c.rope_scaling).numpy()}
-        self.sizes = {
-            layout.N_LAYER: c.n_layer, layout.N_HEAD: c.n_head, layout.N_KV_HEAD: c.n_kv_head,
-            layout.HEAD_DIM: c.head_dim, layout.N_EMBD: c.n_embd, layout.VOCAB_SIZE: c.vocab_size,
-            layout.MAX_POSITIONS: 2**62 if c.max_positions == math.inf else c.max_positions,
-            layout.POSITION: POSITIONS[c.position], layout.WINDOW: c.window, layout.N_SINK: c.n_sink,
-            layout.N_INNER: c.n_inner, layout.RMS_NORM: c.norm == 'rms', layout.QK_NORM: c.qk_norm,
-            layout.ACTIVATION: SWIGLU if c.mlp == 'swiglu' else GELU_TANH if c.gelu == 'tanh' else GELU,
-            layout.EMBEDDINGS: layout.OF_LM_HEAD if of_head else
-            layout.BFLOAT16 if wte.dtype is torch.bfloat16 else layout.FLOAT32}
+def check_layers(layers):
+    """ValueError if the compiled step does not read what these `kvcache.storage.Layer`s store."""
+    k = layers[0].k
+    if k.data.dtype not in KINDS or k.scale is not None and k.group != layout.KV_GROUP:
+        raise ValueError(f"the compiled step does not read keys and values in {k.kind} with heads of {k.head_dim} "
+                         f"channels (int8 takes a multiple of {layout.KV_GROUP}): use decoder=eager, or leave kv_bits "
+                         "out")
 
 
-class KVAddresses:
-    """
-    Where the compiled step finds the keys and values of `kvcache.storage.Layer`s, which must live as long.
-
-    addresses: int64 (n_layer, 4), of keys, of values, and for int8 of the float32 scales of both. ValueError for
-    numbers that it does not read: those of 64 bits, of float16, and of int8 in other groups than KV_GROUP.
-    """
-
-    def __init__(self, layers):
-        first = layers[0].k
-        self.dtype, self.n_slots = first.data.dtype, layers[0].n_slots
-        if self.dtype not in KINDS or first.scale is not None and first.group != layout.KV_GROUP:
-            raise ValueError(f"the compiled step does not read keys and values in {first.kind} with heads of "
-                             f"{first.head_dim} channels (int8 takes a multiple of {layout.KV_GROUP}): use "
-                             "decoder=eager, or leave kv_bits out")
-        self.slot_stride, self.head_stride = first.head_dim, first.head_dim * self.n_slots
-        self.addresses = np.zeros((len(layers), 4), np.int64)
-        for row, layer in zip(self.addresses, layers):
-            of_layer = [t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair]
-            row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
+def addresses_of(layers):
+    """The addresses of each layer's keys, values, and for int8 of the scales of both, int64 (n_layer, 4)."""
+    addresses = np.zeros((len(layers), 4), np.int64)
+    for row, layer in zip(addresses, layers):
+        of_layer = [t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair]
+        row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
+    return addresses
 
 
 class StepTables:
     """
     The tables `memory` and `sizes` of an executor's steps of up to n_rows tokens of n_seq sequences, n_at_once tokens
-    at a time. arrays: {index into memory: array}, those of the weights and the threads.
+    at a time. packed: its `PackedWeights`. layers: its slots, which must live as long. counters: {index into memory:
+    array}, by which the threads wait for each other.
 
     The tables hold addresses of arrays, and this object keeps those arrays alive. An executor that needs larger tables
     makes a new object.
     """
 
-    def __init__(self, packed, arrays, n_rows, n_seq, n_at_once, n_threads):
-        self.packed, self.n_rows, self.n_seq, c = packed, n_rows, n_seq, packed.config
-        self.arrays = arrays | packed.arrays | inputs_of(c, n_rows, n_seq) | activations_of(c, n_at_once)
+    def __init__(self, packed, layers, counters, n_rows, n_seq, n_at_once, n_threads):
+        self.n_rows, self.n_seq, c, k = n_rows, n_seq, packed.config, layers[0].k
+        self.arrays = counters | packed.arrays | inputs_of(c, n_rows, n_seq) | activations_of(c, n_at_once) | {
+            layout.KV_ARRAYS: addresses_of(layers)}
         self.scratch = [scratch_of(c, n_at_once) for _ in range(n_threads)]
         self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH * n_threads, np.int64)
-        self.memory[layout.WTE], self.memory[layout.WPE] = (packed.embeddings[i].data_ptr() for i in (0, -1))
         for index, array in self.arrays.items():
             self.memory[index] = array.ctypes.data
         for thread, scratch in enumerate(self.scratch):
             for index, array in scratch.items():
                 self.memory[layout.SCRATCH + layout.N_SCRATCH * thread + index] = array.ctypes.data
+        self.memory[layout.PART] = PART_ON[packed.weights].address
+        self.memory[layout.ATTENTION] = ATTENTION_ON[k.data.dtype].address
         self.sizes = np.zeros(layout.N_SIZES, np.int64)
-        for index, size in packed.sizes.items():
+        for index, size in (packed.sizes | {
+                layout.N_SLOTS: layers[0].n_slots, layout.SLOT_STRIDE: c.head_dim,
+                layout.HEAD_STRIDE: c.head_dim * layers[0].n_slots}).items():
             self.sizes[index] = size
         self.addresses = self.memory.ctypes.data, self.sizes.ctypes.data
         self.positions, self.query_starts, self.wanted, self.runs, self.n_runs, self.refused_at = (
             self.arrays[index] for index in (layout.POSITIONS, layout.QUERY_STARTS, layout.WANTED, layout.RUNS,
                                              layout.N_RUNS, layout.REFUSED_AT))
-        self.kv = None  # the `KVAddresses` that are in memory
-
-    def bind(self, kv):
-        """Have the step read and write at these `KVAddresses`."""
-        self.memory[layout.ATTENTION] = ATTENTION_ON[kv.dtype].address
-        self.memory[layout.KV_ARRAYS] = kv.addresses.ctypes.data
-        self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride
-        self.sizes[layout.HEAD_STRIDE] = kv.head_stride
-        self.kv = kv
 
     def set_sizes(self, n_rows, n_seq, n_wanted):
         """Write the sizes of a step."""
@@ -171,10 +127,10 @@ class DrawTable:
         self.vocab_size, self.settings = vocab_size, []
         self.scratch = np.empty((n_cores(), sampling.N_SCRATCH, vocab_size))
 
-    def describe(self, sequences, done, return_soon, until):
+    def describe(self, sequences, done, return_soon, until, n=1):
         """
-        Write the table for these sequences, which draw from one row of logits each, and have drawn `done` tokens in
-        this call. Returns its address.
+        Write the table for these sequences, which draw from one of n rows of logits each, and have drawn `done` tokens
+        in this call. Returns its address.
         """
         settings = [s.settings for s in sequences]
         for s in sequences:
@@ -198,19 +154,33 @@ class DrawTable:
                 sampling.STOP_STARTS: starts,
                 sampling.STOPS: np.array([token for s in settings for token in s.stop_ids], np.int64),
                 sampling.NUMBERS: np.zeros(len(settings), np.int64), sampling.SCRATCH: self.scratch}
-            self.table, self.settings = sampling.table_of(self.vocab_size, self.arrays), settings
+            self.table, self.settings = np.zeros(sampling.N_TABLE, np.int64), settings
+            self.table[sampling.N_SEQUENCES], self.table[sampling.VOCAB_SIZE] = len(settings), self.vocab_size
+            self.table[sampling.N_THREADS] = len(self.scratch)
+            for index, array in self.arrays.items():
+                self.table[index] = array.ctypes.data
         self.arrays[sampling.NUMBERS][:] = [s.n_drawn + done for s in sequences]
         self.arrays[sampling.RETURN_SOON] = return_soon
         self.table[sampling.RETURN_SOON], self.table[sampling.UNTIL] = return_soon.ctypes.data, until
+        self.table[sampling.STRIDE] = n * self.vocab_size
         for s in settings:
             s.n_counted = -1  # until the call has ended well: the compiled draw counts as it goes
         return self.table.ctypes.data
 
-    def draw(self, sequences, logits):
-        """The next token of each sequence, a list, from logits float32 (S, vocab_size), contiguous."""
-        tokens = np.empty(len(sequences), np.int64)
-        table = self.describe(sequences, 0, np.zeros(1, np.int64), 2**63 - 1)
-        sampling.DRAW.call(table, logits.data_ptr(), tokens.ctypes.data, 0, 1)
-        for s in sequences:
-            s.settings.n_counted = s.n_drawn + 1
-        return tokens.tolist()
+    def draw(self, sequences, logits, proposals=()):
+        """
+        The next tokens of each sequence, a list of lists, from logits float32 (S, n, vocab_size), contiguous: those
+        behind its newest token and behind each of n - 1 proposals, int64 (n - 1, S). A sequence draws on while what it
+        draws is what was proposed, and no stop token: the logits behind any other token are not those of its text.
+        """
+        (S, n, V), going, found = logits.shape, range(len(sequences)), [[] for _ in sequences]
+        tokens, table = np.empty(S, np.int64), self.describe(sequences, 0, np.zeros(1, np.int64), 2**63 - 1, n)
+        for j in range(n):
+            sampling.DRAW.call(table, logits.data_ptr() + 4 * j * V, tokens.ctypes.data, 0, 1)
+            for i in going:
+                found[i].append(int(tokens[i]))
+            going = [i for i in going if j < n - 1 and tokens[i] == proposals[j, i]
+                     and found[i][-1] not in sequences[i].settings.stop_ids]
+            if not going:
+                break
+        return found

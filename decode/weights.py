@@ -4,20 +4,23 @@ A model's weights in the order in which the compiled step reads them.
 The model stays as it is, in a file if it is memory-mapped. The packed copy takes 32, 16, 8.25 or 5 bits a weight:
 float32, bfloat16, int8 or int4.
 """
+import copy
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
 from decode import MODEL_DTYPES
-from decode.changes import REFUSED, check_unchanged, norms_of
+from decode.changes import REFUSED, check_unchanged
 from decode.kernel import layout
 from decode.kernel.layout import GROUP, SCALE_GROUP, SHEET
-from decode.kernel.linears import ADDED, ELEMENTS
+from decode.kernel.linears import ADDED, ELEMENTS, GELU, GELU_TANH, SWIGLU
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import F32, I8, I16, I32, LANES, padded
 from device import side_by_side, torch_on_one_thread
-from positions import Positions
+from positions import Positions, alibi_slopes, rotary_frequencies
 
 CALIBRATED = 64       # random tokens whose pass says how much the inputs of a linear matter
 ROWS_AT_ONCE = 2**9   # of a matrix that is packed: the numbers on the way fit the caches
@@ -26,6 +29,7 @@ ROWS_AT_ONCE = 2**9   # of a matrix that is packed: the numbers on the way fit t
 CACHED, AHEAD = 2**25, 2**13
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
 KINDS = {'float32': F32, 'bfloat16': I16, 'int8': I8, 'int4': I32}  # the same, as the kernel's code names them
+POSITIONS = dict(learned=layout.LEARNED, rope=layout.ROPE, alibi=layout.ALIBI, none=layout.NONE)
 padded = padded.py_func
 
 
@@ -56,9 +60,19 @@ def check_model(model):
                              f"{name} is {p.dtype} on {p.device} with strides {p.stride()}: {REFUSED}")
 
 
+def norms_of(model):
+    """The norms of rows, in the order of the step."""
+    return [norm for b in model.transformer.h for norm in (b.ln_1, b.ln_2)] + [model.transformer.ln_f]
+
+
 def loaded(p):
     """A parameter. One on the device meta is read from its file, and the caller alone keeps what was read."""
     return p.read() if p.is_meta else p
+
+
+def bytes_of(p):
+    """The bytes of a parameter, an array over its memory."""
+    return p.detach().view(torch.uint8).numpy()
 
 
 def shape_of(p):
@@ -195,12 +209,13 @@ def pack_int4(out, w, squares):
 
 class PackedWeights:
     """
-    A model's weights as the compiled step reads them. `fill` copies them, and does so again after they have changed.
+    A model as the compiled step reads it. `fill` copies its weights, and does so again after they have changed.
 
     weights: 'float32', 'bfloat16', 'int8' or 'int4', the type of all matrices. Embeddings are not copied, layer norms
-    and biases stay float32.
-    panels is 1-D, the panels of all linears in order; bias has a float32 for each of their rows; table says where each
-    linear is. The arrays are allocated once and keep their addresses.
+    and biases stay float32. Embeddings on the device meta are rows of lm_head: in int8 those that are packed, and
+    otherwise read from the file. config: a copy. sizes: {index into the table `sizes`: number}, those of the model.
+    arrays: {index into the table `memory`: array}. panels: 1-D, the panels of all linears in order. bias: a float32 for
+    each of their rows. table: where each linear is.
     """
 
     def __init__(self, model, weights):
@@ -213,36 +228,51 @@ class PackedWeights:
             row[layout.FIRST_WEIGHT], row[layout.FIRST_PANEL] = size, rows // LANES
             row[layout.N_INPUTS], row[layout.N_PANELS] = K, n // LANES
             size, rows = size + padded(n, SHEET * LANES) * K // GROUP * ELEMENTS[KINDS[weights]], rows + n
-        self.panels = aligned(size, WEIGHTS[weights])
+        self.panels, self.bias = aligned(size, WEIGHTS[weights]), aligned(rows, np.float32)
         if self.panels.nbytes > CACHED:
             self.table[:, layout.STREAMED] = AHEAD // self.panels.itemsize
-        self.bias = aligned(rows, np.float32)
-        self.eps = np.zeros(1, np.float32)
-        norms = (len(norms_of(model)), padded(model.config.n_embd, GROUP))
-        self.norm_weight, self.norm_bias = aligned(norms, np.float32), aligned(norms, np.float32)
-        c = model.config
-        self.head_norm_weight = aligned((c.n_layer, 2, padded(c.head_dim, LANES) if c.qk_norm else 0), np.float32)
-
-    def arrays(self):
-        """{index into the table `memory`: array}"""
-        return {layout.PANELS: self.panels, layout.LINEARS: self.table, layout.BIAS: self.bias, layout.EPS: self.eps,
-                layout.NORM_WEIGHT: self.norm_weight, layout.NORM_BIAS: self.norm_bias,
-                layout.HEAD_NORM_WEIGHT: self.head_norm_weight}
+        c, norms = model.config, (len(norms_of(model)), padded(model.config.n_embd, GROUP))
+        self.arrays = {
+            layout.PANELS: self.panels, layout.LINEARS: self.table, layout.BIAS: self.bias,
+            layout.EPS: np.zeros(1, np.float32), layout.NORM_WEIGHT: aligned(norms, np.float32),
+            layout.NORM_BIAS: aligned(norms, np.float32),
+            layout.HEAD_NORM_WEIGHT: aligned((c.n_layer, 2, padded(c.head_dim, LANES) if c.qk_norm else 0), np.float32)}
 
     @torch.no_grad()
     def fill(self):
-        squares = input_squares(self.model) if self.weights == 'int4' else [None] * len(self.table)
-        side_by_side(self.fill_linear, zip(self.table, linears_of(self.model), squares))
-        self.eps[0] = self.model.transformer.ln_f.eps
-        self.norm_bias[:] = 0
-        for i, norm in enumerate(norms_of(self.model)):
-            self.norm_weight[i, :len(norm.weight)] = norm.weight.float()
+        model, arrays = self.model, self.arrays
+        self.config = c = copy.copy(model.config)
+        squares = input_squares(model) if self.weights == 'int4' else [None] * len(self.table)
+        side_by_side(self.fill_linear, zip(self.table, linears_of(model), squares))
+        arrays[layout.EPS][0] = model.transformer.ln_f.eps
+        arrays[layout.NORM_BIAS][:] = 0
+        for weight, bias, norm in zip(arrays[layout.NORM_WEIGHT], arrays[layout.NORM_BIAS], norms_of(model)):
+            weight[:c.n_embd] = norm.weight.float()
             if getattr(norm, 'bias', None) is not None:
-                self.norm_bias[i, :len(norm.weight)] = norm.bias.float()
-        c = self.model.config
-        for of_layer, block in zip(self.head_norm_weight, self.model.transformer.h if c.qk_norm else ()):
+                bias[:c.n_embd] = norm.bias.float()
+        for of_layer, block in zip(arrays[layout.HEAD_NORM_WEIGHT], model.transformer.h if c.qk_norm else ()):
             for weight, norm in zip(of_layer, (block.attn.q_norm, block.attn.k_norm)):
                 weight[:c.head_dim] = norm.weight.float()
+        slopes = alibi_slopes(c.n_head, torch.float32).numpy() if c.position == 'alibi' else np.zeros(c.n_head)
+        arrays[layout.SLOPES] = slopes.astype(np.float32)
+        arrays[layout.FREQUENCIES] = rotary_frequencies(c.head_dim, c.rope_theta, c.rope_scaling).numpy()
+        wte = model.transformer.wte.weight
+        of_head = wte.is_meta and self.weights == 'int8'
+        # the memory of embeddings is read, also when the model has got others
+        if not of_head:
+            wte = loaded(wte)
+            arrays[layout.WTE] = bytes_of(wte)
+        if c.position == 'learned':
+            arrays[layout.WPE] = bytes_of(model.transformer.wpe.weight)
+        self.sizes = {
+            layout.N_LAYER: c.n_layer, layout.N_HEAD: c.n_head, layout.N_KV_HEAD: c.n_kv_head,
+            layout.HEAD_DIM: c.head_dim, layout.N_EMBD: c.n_embd, layout.VOCAB_SIZE: c.vocab_size,
+            layout.MAX_POSITIONS: 2**62 if c.max_positions == math.inf else c.max_positions,
+            layout.POSITION: POSITIONS[c.position], layout.WINDOW: c.window, layout.N_SINK: c.n_sink,
+            layout.N_INNER: c.n_inner, layout.RMS_NORM: c.norm == 'rms', layout.QK_NORM: c.qk_norm,
+            layout.ACTIVATION: SWIGLU if c.mlp == 'swiglu' else GELU_TANH if c.gelu == 'tanh' else GELU,
+            layout.EMBEDDINGS: layout.OF_LM_HEAD if of_head else
+            layout.BFLOAT16 if wte.dtype is torch.bfloat16 else layout.FLOAT32}
 
     @torch.no_grad()
     def fill_linear(self, linear):

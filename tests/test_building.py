@@ -1,7 +1,7 @@
 """Compiled code on disk that several processes write and read."""
+import multiprocessing
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -68,18 +68,6 @@ def full(*args):
 Files._save_data, sys.argv = full, sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name='__main__')
 """
-FORKING = f"""
-import os, runpy, sys
-sys.path.append({ROOT!r})
-import decode.kernel.building
-for name in sys.argv[2:]:
-    if os.fork() == 0:
-        sys.argv = [sys.argv[1], name]
-        runpy.run_path(sys.argv[0], run_name='__main__')
-        sys.stdout.flush()
-        os._exit(0)
-    os.wait()
-"""
 
 
 @pytest.fixture
@@ -100,25 +88,22 @@ def run_adders(script, *names, by='', **env):
     return (done.stdout + done.stderr).splitlines()
 
 
-@pytest.mark.parametrize('by_forks', [False, pytest.param(True, marks=pytest.mark.skipif(
-    not hasattr(os, 'fork'), reason="this system does not fork"))])
-def test_a_process_that_loads_the_code_of_two_others_runs_the_right_functions(script, by_forks):
+def test_a_process_that_loads_the_code_of_two_others_runs_the_right_functions(script):
     """Both are compiled as the first function of a process; numba alone would give what they call the same name."""
-    if by_forks:
-        assert run_adders(script, 'add_one', 'add_two', by=FORKING)[:2] == ['add_one 89 0', 'add_two 178 0']
-    else:
-        assert run_adders(script, 'add_one') == ['add_one 89 0', building.NOTICE]
-        assert run_adders(script, 'add_two') == ['add_two 178 0', building.NOTICE]
+    assert run_adders(script, 'add_one') == ['add_one 89 0', building.NOTICE]
+    assert run_adders(script, 'add_two') == ['add_two 178 0', building.NOTICE]
     assert run_adders(script, 'add_one', 'add_two') == ['add_one 89 1', 'add_two 178 1']
 
 
-def test_a_save_that_failed_leaves_no_old_code_under_a_new_name(script):
-    assert run_adders(script, 'add_one')[0] == 'add_one 89 0'
-    script.write_text(ADDERS.replace('adder(1)', 'adder(3)'))
-    answer, notice, said = run_adders(script, 'add_one', by=FAILING)
-    assert answer == 'add_one 267 0' and 'could not be kept on disk' in said and 'No space' in said
-    assert run_adders(script, 'add_one') == ['add_one 267 0', notice] and notice == building.NOTICE
-    assert run_adders(script, 'add_one') == ['add_one 267 1']
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason="this system does not fork")
+def test_forks_give_the_next_function_other_numbers():
+    context = multiprocessing.get_context('fork')
+    with context.Pool(1, maxtasksperchild=1) as forks:
+        assert forks.apply(next_number) != forks.apply(next_number)
+
+
+def next_number():
+    return next(building.FunctionIdentity._unique_ids)
 
 
 def test_of_several_processes_that_need_a_function_one_compiles_it(script):
@@ -132,16 +117,8 @@ def test_a_process_that_has_waited_too_long_compiles_too(script, monkeypatch):
     monkeypatch.syspath_prepend(script.parent)
     monkeypatch.setattr('sys.argv', ['adders.py'])
     import adders
-    cache, sig = adders.add_one._cache, ((building.types.int64,),)
-    compiling = threading.Thread(target=adders.add_one, args=(1,))
-    with cache.lock(sig):
-        compiling.start()
-        compiling.join(1)
-        assert compiling.is_alive() and not list(Path(cache.cache_path).glob('*.nbc'))
-    compiling.join()
-    assert [path.name.split('-')[0] for path in Path(cache.cache_path).glob('*.nbc')] == ['adders.add_one']
     monkeypatch.setattr(building, 'LONGEST_WAIT', 0.1)
-    with adders.add_two._cache.lock(sig):
+    with adders.add_two._cache.lock(((building.types.int64,),)):
         assert adders.add_two(1) == 2
 
 
@@ -198,3 +175,10 @@ def test_where_nothing_can_be_kept_on_disk_it_says_so_once_and_goes_on(script):
     said = run_adders(script, 'add_one', 'add_two', HOME='/dev/null', XDG_CACHE_HOME='/dev/null')
     assert said[:2] == ['add_one 89 0', 'add_two 178 0']
     assert len(said) == 3 and 'cannot be kept on disk' in said[2] and 'NUMBA_CACHE_DIR' in said[2]
+
+
+def test_where_code_cannot_be_saved_it_says_so_once_and_the_next_start_compiles_it(script):
+    answer, other, notice, said = run_adders(script, 'add_one', 'add_two', by=FAILING)
+    assert (answer, other, notice) == ('add_one 89 0', 'add_two 178 0', building.NOTICE)
+    assert 'could not be kept on disk' in said and 'No space' in said
+    assert run_adders(script, 'add_one') == ['add_one 89 0', building.NOTICE]

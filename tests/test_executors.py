@@ -33,7 +33,8 @@ from kvcache.storage import Layer, make_layers
 N_SLOTS, TWO = 1280, min(2, n_cores())
 WIDTHS = [dict(), dict(n_embd=64), dict(n_embd=24, n_head=4), dict(n_embd=128)]  # channels of a head: 12, 16, 6, 32
 MORE = {'qwen2 sinks': ('llama', dict(qkv_bias=True, bias=False, window=7, n_sink=2)),
-        'alibi window sinks': ('alibi', dict(n_kv_head=1, window=21, n_sink=3))}
+        'alibi window sinks': ('alibi', dict(n_kv_head=1, window=21, n_sink=3)),
+        'rope window sink': ('rope', dict(window=1, n_sink=1)), 'none window': ('none', dict(window=1))}
 KINDS = {name: (name, {}) for name in MODELS} | MORE
 
 
@@ -181,7 +182,7 @@ def test_the_judges_logits_for_any_split_into_batches_and_the_same_bits(way, kin
         monkeypatch.setattr(GPUExecutor, 'most_sequences', chooser.choice([256, 64]))
         model = model_of(name, seed, **how | WIDTHS[(number + seed) % 4])
         executor = made(way, model)
-        all_texts = texts(chooser.choice([2, 5, 9]), min(70, model.config.max_positions), seed)
+        all_texts = texts(chooser.choice([2, 5, 9]), min(sizes(70, 300), model.config.max_positions), seed)
         expected = judged(model, all_texts, way.split()[1])
         scale = expected.abs().max()
         same = None if way.startswith('eager') else alone(executor, all_texts)
@@ -193,39 +194,13 @@ def test_the_judges_logits_for_any_split_into_batches_and_the_same_bits(way, kin
         in_any_batches(Slots(executor, layout, seed=seed), all_texts, chooser, check)
 
 
-SLIDING = [dict(position=position, n_kv_head=n_kv_head, window=window, n_sink=n_sink)
-           for position, n_kv_head, (window, n_sink) in itertools.product(
-               ('rope', 'alibi', 'none'), (4, 2, 1), ((1, 0), (5, 0), (13, 0), (5, 2), (1, 1), (7, 3)))]
-
-
-@pytest.mark.parametrize('case', sizes(random.Random(0).sample(SLIDING, 6), SLIDING), ids=lambda c: ' '.join(
-    map(str, c.values())))
-def test_models_that_slide_on_texts_of_many_contexts(case):
-    """The model with its ring and both executors, in any chunks, on texts of 20 x block_size."""
-    model = model_of('learned', 1, torch.float64, block_size=16, **case)
-    all_texts = texts(2, sizes(6, 20) * 16)
-    idx, cache, start = torch.tensor([text.tokens for text in all_texts]), None, 0
-    expected, chooser = plain(model, idx), random.Random(0)
-
-    def check(i, first, logits, worst=1e-10):
-        part = expected[i, first:first + len(logits)]
-        assert (logits - part).abs().max() < worst * expected.abs().max(), (i, first)
-    with torch.no_grad():
-        while start < idx.size(1):
-            new = idx[:, start:start + chooser.choice([1, 1, 2, 9, 40])]
-            logits, _, cache = model(new, new, cache, use_cache=True)
-            for i, of_row in enumerate(logits):
-                check(i, start, of_row)
-            start += new.size(1)
-    in_any_batches(Slots(EagerExecutor(model), 'cells'), all_texts, chooser, check)
-    in_any_batches(Slots(CPUExecutor(model.float(), threads=TWO)), texts(2, idx.size(1)), chooser,
-                   lambda *found: check(*found, worst=2e-5))
-
-
-@pytest.mark.parametrize('kv, worst', [('bfloat16', 0.02), ('int8', 0.02), ('float16', 0.003)])
+@pytest.mark.parametrize('kv, worst', [('int8', 0.02), ('float16', 0.003)])
 @pytest.mark.parametrize('kind', sizes(['rope', 'alibi window', 'qwen window'], MODELS))
 def test_rounded_keys_and_values(kind, kv, worst):
-    """Both executors store the same numbers, but for those between two others; the compiled step has the same bits."""
+    """
+    Executors store the same numbers, but for those between two others; the compiled step, which has int8, has the same
+    bits.
+    """
     model = model_of(kind, 1, n_embd=128, head_dim=32)
     all_texts, eager = texts(sizes(3, 5), 40), EagerExecutor(model)
     slots, expected = Slots(eager, 'rows', kv), judged(model, all_texts)
@@ -235,8 +210,6 @@ def test_rounded_keys_and_values(kind, kv, worst):
     by_gpu = alone(made('gpu float32', model), all_texts, kv)
     assert max((a - b).abs().max() for a, b in zip(by_torch, by_gpu)) < 5e-3 * scale
     if kv == 'float16':
-        with pytest.raises(ValueError, match='does not read keys and values in float16'):
-            CPUExecutor(model).hold(slots.layers)
         return
     executor = CPUExecutor(model, threads=TWO)
     same = alone(executor, all_texts, kv)
@@ -247,7 +220,7 @@ def test_rounded_keys_and_values(kind, kv, worst):
     in_any_batches(Slots(executor, 'pages', kv), all_texts, random.Random(0), check)
 
 
-@pytest.mark.parametrize('kv', ['float32', 'bfloat16', 'int8'])
+@pytest.mark.parametrize('kv', ['float32', 'int8'])
 @pytest.mark.parametrize('kind, n_kv_head', [('llama', 1), ('alibi', 4), ('learned', 2)])
 def test_long_prompts_have_the_bits_of_single_tokens(kind, n_kv_head, kv):
     """Rows of a prompt share tiles of keys and values, whole and half empty ones, beside others in the batch."""
@@ -260,17 +233,6 @@ def test_long_prompts_have_the_bits_of_single_tokens(kind, n_kv_head, kv):
             n = min(150 - done, chooser.choice([1, 4, 5, 16, 23, 57, 90]))
             for logits, expected in zip(slots.logits(dict.fromkeys(all_texts, n)), same):
                 assert torch.equal(logits, expected[done:done + n]), (head_dim, seed, done, n)
-
-
-@pytest.mark.parametrize('weights', WEIGHTS)
-def test_batches_of_1_to_64(weights):
-    executor, most = CPUExecutor(model_of('learned'), weights, TWO), texts(64, 4)
-    expected = alone(executor, most)
-    for B in sizes((2, 3, 8, 17, 64), range(2, 65)):
-        some, slots = [Text(text.tokens) for text in most[:B]], Slots(executor)
-        for t in range(4):
-            for i, logits in enumerate(slots.logits(dict.fromkeys(some, 1))):
-                assert torch.equal(logits[0], expected[i][t]), (B, i, t)
 
 
 @pytest.mark.parametrize('way', ['eager float64', 'cpu float32', 'cpu int8', 'gpu float32'])
@@ -369,12 +331,6 @@ def computed(executor):
     return slots, some
 
 
-def with_runs(text, rows):
-    other = Text(text.tokens)
-    other.runs = Runs(rows)
-    return other
-
-
 def changed(batch, tokens=None, positions=None, runs=None):
     """A batch whose sequence number 1 has another token, position or runs."""
     new = {name: getattr(batch, name).copy() for name in ('tokens', 'positions')} | dict(sequences=batch.sequences[:])
@@ -382,7 +338,8 @@ def changed(batch, tokens=None, positions=None, runs=None):
         if value is not None:
             new[name][1] = value
     if runs is not None:
-        new['sequences'][1] = with_runs(batch.sequences[1], runs)
+        new['sequences'][1] = other = Text(batch.sequences[1].tokens)
+        other.runs = Runs(runs)
     return dataclasses.replace(batch, **new)
 
 
@@ -432,7 +389,7 @@ def test_a_model_in_training_mode_is_refused():
             executor.execute_model(batch)
 
 
-@pytest.mark.parametrize('kind', ['float16', 'float64', 'int8'])
+@pytest.mark.parametrize('kind', ['bfloat16', 'float16', 'float64', 'int8'])
 def test_storage_that_the_compiled_step_does_not_read(kind):
     """PyTorch's executor does. (12 channels of int8 share a scale.)"""
     model = model_of('learned')
@@ -504,23 +461,19 @@ def test_autocast():
 
 @pytest.mark.parametrize('default', [torch.float64, torch.bfloat16, 'meta'], ids=str)
 def test_torchs_defaults_do_not_get_into_a_step(default):
-    """Set before an executor was made, or after."""
-    def logits(executors):
+    model, before = model_of('llama', n_embd=128), torch.get_default_dtype()
+    executors = EagerExecutor(model), CPUExecutor(model), made('gpu float32', model)
+
+    def logits():
         return [Slots(executor, kind=kind).run({Text([1, 2, 3], top_p=0.9): 3}, 1, logprobs=True)[0].logits
                 for executor in executors for kind in ('', 'int8')]
-
-    def executors():
-        model = model_of('llama', n_embd=128)
-        return EagerExecutor(model), CPUExecutor(model), made('gpu float32', model)
-    kept, before = executors(), torch.get_default_dtype()
-    expected = logits(kept)
+    expected = logits()
     try:
         if default == 'meta':
             torch.set_default_device('meta')
-            found = logits(kept)
         else:
             torch.set_default_dtype(default)
-            found = logits(kept)
+        found = logits()
     finally:
         torch.set_default_dtype(before)
         torch.set_default_device(None)

@@ -134,7 +134,7 @@ def test_matrices_that_are_read_when_they_are_packed(tmp_path, config, weights, 
     packed = [PackedWeights(model, weights) for model in (eager, lazy)]
     for each in packed:
         each.fill()
-    ours, theirs = (each.arrays() for each in packed)
+    ours, theirs = (each.arrays for each in packed)
     assert all(np.array_equal(ours[index], theirs[index]) for index in ours)
     ours, theirs = (Engine(model, decode.best(model, 1, weights, 1)).generate([[3, 4], [5]], 9, seed=1)
                     for model in (eager, lazy))

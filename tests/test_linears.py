@@ -17,7 +17,7 @@ from numba import njit
 
 from decode import weights as weights_of_decoder
 from decode.kernel import building, layout
-from decode.kernel.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, SCALE_GROUP, SHEET, SUMMED_ROWS
+from decode.kernel.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, SCALE_GROUP, SHEET
 from decode.kernel.linears import (
     ADD,
     ADDED,
@@ -33,6 +33,7 @@ from decode.kernel.linears import (
 from decode.kernel.step import packed_linears, thread_scratch
 from decode.kernel.threads import LINE, aligned
 from decode.kernel.vectors import LANES, floats_at, longs_at
+from decode.tables import scratch_of
 from decode.weights import PackedWeights, padded, quantise, quantise_int4
 from model import GPT, GPTConfig
 
@@ -63,19 +64,13 @@ class Packed:
         self.linears = [(torch.randn(n, k) * torch.rand(n, 1), torch.randn(n) if n % 2 else None) for n, k in shapes]
         for w, _ in self.linears:  # the largest bytes beside each other
             w[0], w[1] = 1, torch.arange(w.size(1)) % 2 * 2.0 - 1
-        model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
+        c = GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8, n_inner=max(k for _, k in shapes))
         with self.in_a_model():
-            self.packed = PackedWeights(model, weights)
+            self.packed = PackedWeights(GPT(c), weights)
         self.fill()
-        K = max(padded(k, GROUP) for _, k in shapes)
-        self.claims, scratch = aligned(LINE * len(shapes), np.int64), {
-            layout.SUMS: aligned(SUMMED_ROWS * SHEET * LANES, np.float32),
-            layout.ROUNDED: aligned(self.n_rows * K, np.uint8),
-            layout.SCALES: aligned(self.n_rows * K // SCALE_GROUP, np.float32),
-            layout.STARTS: aligned(self.n_rows * K // SCALE_GROUP, np.int32),
-            layout.INPUT_SUMS: aligned(self.n_rows * K // SCALE_GROUP, np.float32)}
-        self.arrays = self.packed.arrays() | {layout.CLAIMS: self.claims} | {
-            layout.SCRATCH + index: array for index, array in scratch.items()}
+        self.claims = aligned(LINE * len(shapes), np.int64)
+        self.arrays = self.packed.arrays | {layout.CLAIMS: self.claims} | {
+            layout.SCRATCH + index: array for index, array in scratch_of(c, self.n_rows).items()}
         self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH, np.int64)
         for index, array in self.arrays.items():
             self.memory[index] = array.ctypes.data

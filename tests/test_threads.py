@@ -4,11 +4,10 @@ time, forks, its end.
 """
 import itertools
 import linecache
+import multiprocessing
 import os
-import signal
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -102,8 +101,8 @@ def test_a_context_that_grows_asks_for_no_round():
 
 def interrupted(work, n, is_traced):
     """
-    Run work, and send SIGINT to this process at the n-th event in functions for whose code object is_traced(code) is
-    true. An event is a line, or the beginning of a call. Returns whether there was one.
+    Run work, with a KeyboardInterrupt at the n-th event in functions for whose code object is_traced(code) is true. An
+    event is a line, or the beginning of a call. Returns whether there was one.
 
     Lines with a `with` or a `try` are no events: at the end of the block of a `with`, a trace function runs before
     `__exit__`, and Python handles no signal there (https://bugs.python.org/issue29988); a `try` itself does nothing.
@@ -114,24 +113,18 @@ def interrupted(work, n, is_traced):
         if not is_traced(frame.f_code):
             return None
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == 'line' and line.startswith(('with ', 'try:')):
-            return trace
-        left[0] -= event in ('line', 'call')
+        left[0] -= event == 'call' or event == 'line' and not line.startswith(('with ', 'try:'))
         if left[0] == 0:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-            return None
+            raise KeyboardInterrupt  # which ends the tracing, too
         return trace
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.settrace(trace)
     try:
         work()
-        return left[0] <= 0
     except KeyboardInterrupt:
-        return True
+        pass
     finally:
         sys.settrace(None)
-        signal.signal(signal.SIGINT, before)
+    return left[0] <= 0
 
 
 FOLDER = os.path.dirname(decode.__file__) + os.sep
@@ -166,34 +159,30 @@ def test_executors_in_the_child_of_a_fork():
     """One that was made before, and a new one; also while a step runs in another thread of the parent."""
     model, (text,), done = model_of('llama'), texts(1, 30), threading.Event()
     executor = CPUExecutor(model, threads=TWO)
-    expected = Slots(executor).logits({Text(text.tokens): 30})[0]
+
+    def logits(executor):
+        return Slots(executor).logits({Text(text.tokens): 30})[0]
+    expected = logits(executor)
 
     def go_on():
         while not done.is_set():
-            Slots(executor).logits({Text(text.tokens): 30})
-    for n_forks, background in ((1, None), (sizes(4, 40), threading.Thread(target=go_on))):
-        if background:
-            background.start()
-        try:
-            for _ in range(n_forks):
-                pid = os.fork()
-                if pid == 0:
-                    code = 1
-                    try:
-                        for each in (executor, CPUExecutor(model, threads=TWO)):
-                            code |= 2 * (not torch.equal(Slots(each).logits({Text(text.tokens): 30})[0], expected))
-                        code &= 2
-                    finally:
-                        os._exit(code)
-                end = time.monotonic() + 60
-                while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
-                    time.sleep(0.01)
-                if found == (0, 0):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                assert found == (pid, 0), found
-        finally:
-            done.set()
+            logits(executor)
+
+    def child():
+        for each in (executor, CPUExecutor(model, threads=TWO)):
+            assert torch.equal(logits(each), expected)
+    background = threading.Thread(target=go_on)
+    try:
+        for number in range(sizes(5, 41)):
+            if number == 1:
+                background.start()
+            process = multiprocessing.get_context('fork').Process(target=child)
+            process.start()
+            process.join(60)
+            assert process.exitcode == 0, "it hangs" if process.exitcode is None else "see its traceback"
+    finally:
+        done.set()
+        process.kill()
     background.join()
 
 

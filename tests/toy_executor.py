@@ -12,7 +12,7 @@ import torch
 
 from decode.batch import NotNumbers, SequenceOutput
 from decode.draw import draw
-from decode.eager import outputs_of
+from decode.eager import drawn
 from model import GPT, GPTConfig
 
 MODULUS = 2**24 - 3  # what float32 holds exactly
@@ -62,35 +62,27 @@ class ToyExecutor:
         self.slots.fill_(math.nan)  # nothing may be read before it is written
 
     def execute_model(self, batch):
-        for source, target, n in batch.copies:
-            self.layers[0].copy(source, target, n)
+        batch.make_copies(self.layers)
         if not batch.decodes:
-            return self.single(batch)
-        tokens, positions, found = batch.tokens.copy(), batch.positions, [[] for _ in batch.sequences]
-        kept, going = [[] for _ in batch.sequences], list(range(len(batch.sequences)))
+            logits = self.one_step(batch.sequences, batch.counts, batch.tokens, batch.positions)
+            rows, parts = batch.rows()
+            return batch.result(logits[rows], parts, drawn)
+        outputs, tokens = [SequenceOutput([], []) for _ in batch.sequences], batch.tokens.copy()
+        going, n = list(range(len(outputs))), 0
         while going:
             logits = self.one_step([batch.sequences[i] for i in going], [1] * len(going), tokens[going],
-                                   positions[going] + len(found[going[0]]))
+                                   batch.positions[going] + n)
             for i, row in zip(going, logits):
-                token = self.drawn(row[None], batch.sequences[i], found[i])
-                tokens[i] = token
-                found[i].append(token)
-                kept[i].append(row)
-            ended = any(found[i][-1] in batch.sequences[i].settings.stop_ids for i in going)
-            going = [] if ended or batch.is_late() else [i for i in going if len(found[i]) < batch.n_steps[i]]
-        return [SequenceOutput(tokens, torch.stack(rows) if keep else None)
-                for tokens, rows, keep in zip(found, kept, batch.logprobs)]
-
-    def single(self, batch):
-        logits = self.one_step(batch.sequences, batch.counts, batch.tokens, batch.positions)
-        rows, parts = batch.rows()
-        return outputs_of(logits[rows], batch, parts)
-
-    @staticmethod
-    def drawn(logits, sequence, found):
-        s = sequence
-        s.settings.count(s.tokens[s.n_prompt:] + found)
-        return int(draw(logits, [s.settings], [s.n_drawn + len(found)]))
+                s, of_s = batch.sequences[i], outputs[i]
+                s.settings.count(s.tokens[s.n_prompt:] + of_s.tokens)
+                tokens[i] = draw(row[None], [s.settings], [s.n_drawn + n])
+                of_s.tokens.append(int(tokens[i]))
+                of_s.logits.append(row)
+            n += 1
+            ended = any(tokens[i] in batch.sequences[i].settings.stop_ids for i in going)
+            going = [] if ended or batch.is_late() else [i for i in going if n < batch.n_steps[i]]
+        return [SequenceOutput(of_s.tokens, torch.stack(of_s.logits) if keep else None)
+                for of_s, keep in zip(outputs, batch.logprobs)]
 
     def one_step(self, sequences, counts, tokens, positions):
         """The logits of all new tokens, float32 (N, vocab_size)."""
@@ -145,7 +137,7 @@ class NextLetter(ToyExecutor):
         (rows, parts), V = batch.rows(), self.model.config.vocab_size
         ids = torch.from_numpy(batch.tokens)
         logits = torch.full((len(rows), V), -1000.0).scatter_(1, (ids[rows, None] + 1) % V, 0.0)
-        return outputs_of(logits, batch, parts)
+        return batch.result(logits, parts, drawn)
 
 
 class Saying(ToyExecutor):
@@ -158,7 +150,7 @@ class Saying(ToyExecutor):
         for s, part in zip(batch.sequences, parts):
             if part.stop > part.start:
                 logits[part.stop - 1, self.says[min(s.n_drawn, len(self.says) - 1)]] = 0.0
-        return outputs_of(logits, batch, parts)
+        return batch.result(logits, parts, drawn)
 
 
 def version_of(model):

@@ -47,7 +47,7 @@ def check_here(model, functions, queue):
             wrong = [] if all(torch.equal(found[order], logits(order)) for order in orders) and all(
                 torch.equal(found[order], logits_behind_a_draw(order)) for order in (order, order[:1])) else [
                     "rows have other bits among others"]
-            drawn = executor.drawn(texts, found.clone())
+            drawn = executor.drawn(texts, found)
             defined = draw(found, [text.settings for text in texts], [0] * N_TEXTS).tolist()
             judge = copy.deepcopy(executor.model).float().eval()
             off = found - torch.cat([judge(torch.tensor([text.tokens], device=found.device), use_cache=False)[0][:, 0]

@@ -99,9 +99,7 @@ class GPUExecutor:
             logits = self.logits_of(batch.sequences, batch.tokens, batch.positions, batch.counts, rows)
             if not are_numbers(logits):
                 raise NotNumbers
-            drawing = [i for i, n in enumerate(batch.n_steps.tolist()) if n]
-            own = logits[[parts[i].stop - 1 for i in drawing]]  # a copy, which is changed
-            return batch.result(self.drawn([batch.sequences[i] for i in drawing], own), logits, parts)
+            return batch.result(logits, parts, self.drawn)
 
     def graph(self, kind, n):
         """For n rows: 'layers', 'head', or 'draw', which is both and a draw. To record one spoils the inputs."""
@@ -184,14 +182,14 @@ class GPUExecutor:
         return [SequenceOutput(of_row) for of_row in found]
 
     def drawn(self, sequences, logits):
-        """The next token of each sequence, a list, drawn from its row of logits, which are changed."""
+        """The next token of each sequence, a list, drawn from its row of logits."""
         tokens = []
         for start in range(0, len(sequences), self.most_sequences):
             rows = self.rows(sequences[start:start + self.most_sequences])
             inputs = self.table.inputs.rows(len(rows))
             self.table.draw(rows, np.ones(len(rows), np.int64))
             self.table.send()
-            self.functions.draw(logits[start:start + len(rows)], inputs)
+            self.functions.draw(logits[start:start + len(rows)].clone(), inputs)  # they are changed
             tokens += inputs.drawn[0].tolist()
             for row in rows:
                 row.n_counted = row.sequence.n_drawn + 1

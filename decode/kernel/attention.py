@@ -4,9 +4,9 @@ Attention of a layer over stored keys and values, as the compiled step computes 
 It is a C function for each type of keys and values, and the step calls it by its address. So the step is compiled for
 each type of weights, attention for each type of keys and values, and no code for two types together.
 
-Stored keys and values are float32, bfloat16 (as uint16) or int8, and always float32 in registers. An int8 number is
-code * scale; KV_GROUP numbers share a scale, whose index follows from that of the number. Numbers are rounded as
-kvcache/storage.py rounds them.
+Stored keys and values are float32 or int8, and always float32 in registers. An int8 number is code * scale; KV_GROUP
+numbers share a scale, whose index follows from that of the number. Numbers are rounded as kvcache/storage.py rounds
+them.
 """
 import math
 from collections import namedtuple
@@ -31,10 +31,8 @@ from decode.kernel.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD,
 from decode.kernel.norms import head_norm
 from decode.kernel.threads import share
 from decode.kernel.vectors import (
-    F32,
     FLOATS,
     I8,
-    I16,
     I64,
     INTS,
     LANES,
@@ -62,7 +60,6 @@ from decode.kernel.vectors import (
     njit,
     padded,
     pointer_like,
-    same,
     splat,
     store,
     store_first,
@@ -93,8 +90,6 @@ SHIFT = KV_GROUP.bit_length() - 1  # from the index of a number to that of its s
 
 def to_floats(builder, codes, scales, i):
     """Stored numbers as float32: those of int8 times the scale of number i."""
-    if codes.type.element == I16:
-        return builder.bitcast(builder.shl(builder.zext(codes, INTS), same(16, INTS)), FLOATS)
     if codes.type.element == I8:
         scale = emit_load(builder, address(builder, scales, builder.lshr(i, I64(SHIFT))))
         return builder.fmul(builder.sitofp(builder.sext(codes, INTS), FLOATS), broadcast(builder, scale))
@@ -115,19 +110,6 @@ def emit_load_stored_first(builder, array, scales, i, n):
 def load_stored_first(builder, array, scales, i, n):
     """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
     return emit_load_stored_first(builder, array, scales, i, n)
-
-
-@instruction(types.void)
-def store_stored_first(builder, array, i, v, n):
-    """array[i : i + n] = the first n lanes of v, as float32 or bfloat16 (rounded to the nearest, half to even)"""
-    if array.type.pointee != F32:
-        bits = builder.bitcast(v, INTS)
-        odd = builder.and_(builder.lshr(bits, same(16, INTS)), same(1, INTS))
-        rounded = builder.lshr(builder.add(bits, builder.add(odd, same(0x7fff, INTS))), same(16, INTS))
-        # rounding may carry a NaN over to infinity
-        rounded = builder.select(builder.fcmp_unordered('uno', v, v), same(0x7fc0, INTS), rounded)
-        v = builder.trunc(rounded, ir.VectorType(I16, LANES))
-    emit_store_first(builder, array, i, v, n)
 
 
 @instruction(types.boolean)
@@ -228,7 +210,7 @@ def attention_on(dtype):
 
 
 # the types of keys and values, as numba sees them
-KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
+KINDS = {torch.float32: np.float32, torch.int8: np.int8}
 ATTENTION_ON = {dtype: attention_on(kind) for dtype, kind in KINDS.items()}
 
 
@@ -248,7 +230,7 @@ def store_head(stored, scales, at, x, x_at, head_dim):
     """stored[at : at + head_dim] = x[x_at : x_at + head_dim], in the type of `stored`"""
     if not has_scales(stored):
         for i in range(0, head_dim, LANES):
-            store_stored_first(stored, at + i, load(x, x_at + i), head_dim - i)
+            store_first(stored, at + i, load(x, x_at + i), head_dim - i)
         return
     for i in range(0, head_dim, KV_GROUP):
         largest, not_numbers = constant(0), constant(0)

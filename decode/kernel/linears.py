@@ -32,18 +32,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from decode.kernel.layout import (
-    FIRST_PANEL,
-    FIRST_WEIGHT,
-    GROUP,
-    N_COLUMNS,
-    N_INPUTS,
-    N_PANELS,
-    SCALE_GROUP,
-    SHEET,
-    STREAMED,
-    SUMMED_ROWS,
-)
+from decode.kernel import layout
+from decode.kernel.layout import GROUP, SCALE_GROUP, SHEET, SUMMED_ROWS
 from decode.kernel.threads import LINE, claim, share
 from decode.kernel.vectors import (
     ARM,
@@ -82,6 +72,7 @@ from decode.kernel.vectors import (
     store_first,
     store_rounded,
     sum_lanes,
+    widened,
 )
 
 # How the products of four bytes are added to an int32. VNNI has one instruction, for unsigned times signed bytes; ARM
@@ -269,9 +260,9 @@ class Tile:
                 scaled[c] = emit_fma(builder, v, scale, scaled[c]) if half else builder.fmul(v, scale)
         at = [self.at(self.w, shorts, (group, SHEET * LANES * ELEMENTS[I8]), (self.first + p) * LANES * 2)
               for p in range(self.n)]
-        scales = [builder.shl(builder.zext(emit_load(builder, p, 2), INTS), same(16, INTS)) for p in at]
+        scales = [widened(builder, emit_load(builder, p, 2)) for p in at]
         for v, total, (_, p) in zip(scaled, totals, self.cells):
-            builder.store(emit_fma(builder, v, builder.bitcast(scales[p], FLOATS), builder.load(total)), total)
+            builder.store(emit_fma(builder, v, scales[p], builder.load(total)), total)
 
     def add_int4_group(self, totals, sums, group):
         """For int4 a half has its own scale and low, and the low is multiplied by the sum of the half's inputs."""
@@ -425,15 +416,16 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
     SWIGLU.
     Returns whether all values of x @ w + b in these panels are finite, before `then` is applied to them.
     """
-    at, zero, zeros = number * N_COLUMNS, constant(0.0), constant(0.0)  # 0 times infinity or NaN makes zeros NaN
+    zero, zeros = constant(0.0), constant(0.0)  # 0 times infinity or NaN makes zeros NaN
+    table, at = linears.table, number * layout.N_COLUMNS
     first_weight, first_panel, K = (
-        linears.table[at + FIRST_WEIGHT], linears.table[at + FIRST_PANEL], linears.table[at + N_INPUTS])
+        table[at + layout.FIRST_WEIGHT], table[at + layout.FIRST_PANEL], table[at + layout.N_INPUTS])
     sizes = tile_sizes(linears.panels, n_rows, K)
     for sheet in range(panels[0] // SHEET * SHEET, panels[1], SHEET):
         for row in range(0, n_rows, sizes[1]):
             n = min(n_rows - row, sizes[1])
             w_at = first_weight + sheet // SHEET * sheet_elements(linears.panels, K)
-            multiply_sheet(linears, w_at, linears.table[at + STREAMED], K, x, row, n, sizes, scratch)
+            multiply_sheet(linears, w_at, table[at + layout.STREAMED], K, x, row, n, sizes, scratch)
             for p in range(max(sheet, panels[0]), min(sheet + SHEET, panels[1])):
                 bias = load(linears.bias, (first_panel + p) * LANES)
                 for i in range(n):
@@ -469,8 +461,8 @@ def shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch):
     A large one is divided into eight parts for each thread, and a thread that is ready claims the next one: a core that
     also runs other processes is slower for a while. A part is whole sheets.
     """
-    at, n_threads = number * N_COLUMNS, team.n_threads
-    n_panels, K = linears.table[at + N_PANELS], linears.table[at + N_INPUTS]
+    at, n_threads = number * layout.N_COLUMNS, team.n_threads
+    n_panels, K = linears.table[at + layout.N_PANELS], linears.table[at + layout.N_INPUTS]
     n_sheets = -(-n_panels // SHEET)
     small = n_threads == 1 or n_panels * K * LANES * 4 // inputs_per_vector(linears.panels) < CLAIMED
     n_parts = n_threads if small else min(n_sheets, 8 * n_threads)

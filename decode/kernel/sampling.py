@@ -6,8 +6,6 @@ allowed, the biases, the min_tokens and the penalties of the sequence to its log
 few times and never sorted as a whole. Weights are float32, as torch's softmax computes them, and so are the sums of
 PER_SUM of them. Sums of those are float64.
 
-`VERIFY` draws the tokens behind a chunk whose tokens were proposed, see `decode.speculative`.
-
 Rows are pointers here, with their length n beside them: numba compiles these in half of the time that arrays take.
 """
 import math
@@ -60,8 +58,9 @@ WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
  RETURN_SOON,  # int64. Another thread sets it to 1; then no step follows
  # numbers
  N_THREADS,    # how many threads have scratch; others draw nothing
+ STRIDE,       # from the logits of a sequence to those of the next one
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
- N_TABLE) = range(13)
+ N_TABLE) = range(14)
 
 GOLDEN = uint64(0x9E3779B97F4A7C15)  # of the noise, as in decode/draw.py
 LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0, as there
@@ -404,55 +403,19 @@ def is_stop(table, i, token):
 
 def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     """
-    Draw tokens for the sequences of a table from logits float32 (N_SEQUENCES, vocab_size). This thread draws for the
-    sequences thread, thread + n_threads, ... Returns 1 if another step may follow; 0 if one of its tokens ends its
+    Draw tokens for the sequences of a table from logits, a row of vocab_size float32 for each. This thread draws for
+    the sequences thread, thread + n_threads, ... Returns 1 if another step may follow; 0 if one of its tokens ends its
     sequence, if RETURN_SOON is set, or if it is late.
     """
     table, tokens, ended = longs_at(table_at), longs_at(tokens_at), False
-    V, n_threads = table[VOCAB_SIZE], min(n_threads, table[N_THREADS])
+    scratch = table[SCRATCH] + 8 * table[VOCAB_SIZE] * N_SCRATCH * thread
+    n_threads = min(n_threads, table[N_THREADS])
     if thread >= n_threads:
         return 1
     for i in range(thread, table[N_SEQUENCES], n_threads):
-        tokens[i] = next_token(table, i, floats_at(logits_at + 4 * V * i), table[SCRATCH] + 8 * V * N_SCRATCH * thread)
+        tokens[i] = next_token(table, i, floats_at(logits_at + 4 * table[STRIDE] * i), scratch)
         ended |= is_stop(table, i, tokens[i])
     return 0 if ended or observe(longs_at(table[RETURN_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
-def verify_tokens(table_at, logits_at, tokens_at, n, _):
-    """
-    Draw up to n tokens of each sequence from logits float32 (N_SEQUENCES, n, vocab_size), which were computed behind
-    its newest token and n - 1 proposals. A sequence draws on while what it has drawn is what was proposed: the logits
-    behind any other token are not those of its sequence.
-
-    tokens: int64 (n + 1, N_SEQUENCES). Row 0 has the newest tokens, the next n - 1 rows have the proposals. Rows 1 to n
-    get the tokens that are drawn, and -1 behind the last of a sequence. Returns the most tokens of a sequence; the same
-    number negative if a token ends its sequence.
-    """
-    table, tokens, most, ended = longs_at(table_at), longs_at(tokens_at), 0, False
-    B, V = table[N_SEQUENCES], table[VOCAB_SIZE]
-    for i in range(B):
-        tokens[n * B + i] = 0
-    for j in range(1, n + 1):
-        for i in range(B):
-            if tokens[j * B + i] < 0:
-                continue
-            token, most = next_token(table, i, floats_at(logits_at + 4 * V * (n * i + j - 1)), table[SCRATCH]), j
-            ends = is_stop(table, i, token)
-            if ends or token != tokens[j * B + i]:
-                for later in range(j + 1, n + 1):
-                    tokens[later * B + i] = -1
-            tokens[j * B + i] = token
-            ended |= ends
-    return -most if ended else most
-
-
-DRAW, VERIFY = CFunction(draw_tokens), CFunction(verify_tokens)
-
-
-def table_of(vocab_size, arrays):
-    """The table of sequences that the arrays, {index: array}, describe. They must live as long as the table is used."""
-    table = np.zeros(N_TABLE, np.int64)
-    table[N_SEQUENCES], table[VOCAB_SIZE], table[N_THREADS] = len(arrays[SEEDS]), vocab_size, len(arrays[SCRATCH])
-    for index, array in arrays.items():
-        table[index] = array.ctypes.data
-    return table
+DRAW = CFunction(draw_tokens)

@@ -25,7 +25,7 @@ import numpy as np
 from numba import int64
 
 from decode.kernel import layout
-from decode.kernel.attention import ATTENTION_ON, heads_of, load_stored_first
+from decode.kernel.attention import ATTENTION_ON, heads_of
 from decode.kernel.building import CFunction, call_c, keep_on_disk
 from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, SHEET
 from decode.kernel.linears import (
@@ -64,6 +64,7 @@ from decode.kernel.vectors import (
     floats_at,
     ints_at,
     load,
+    load_bfloat16_first,
     load_first,
     longs_at,
     njit,
@@ -163,7 +164,7 @@ def packed_linears(like, memory):
 def load_embedding(address, sizes, i, n):
     """The first n of LANES numbers of an embedding from number i on, as float32."""
     if sizes[layout.EMBEDDINGS] == layout.BFLOAT16:
-        return load_stored_first(shorts_at(address), floats_at(address), i, n)
+        return load_bfloat16_first(shorts_at(address), i, n)
     return load_first(floats_at(address), i, n)
 
 
@@ -175,7 +176,7 @@ def unpack_row(memory, sizes, token, x, at):
     first = of_head[layout.FIRST_WEIGHT] + token // outputs * n_groups * INT8_ELEMENTS * outputs
     for g in range(n_groups):
         of_group = memory[layout.PANELS] + first + g * INT8_ELEMENTS * outputs
-        scale = sum_lanes(load_stored_first(shorts_at(of_group), floats_at(of_group), output, 1))
+        scale = sum_lanes(load_bfloat16_first(shorts_at(of_group), output, 1))
         whole = bytes_at(of_group + (2 * outputs + 4 * output))
         for i in range(GROUP):
             x[at + g * GROUP + i] = scale * np.int8(whole[i // 4 * outputs * 4 + i % 4] - ADDED)
@@ -392,11 +393,12 @@ def step(memory_at, sizes_at, n_threads, post_at):
     step was not done, see layout.py. A step writes the keys and values of its N rows, and the logits (W, vocab_size) of
     the rows that are wanted.
 
-    memory_at, sizes_at: the addresses of the two tables of layout.py. post_at: the address of the workers' lines.
+    memory_at, sizes_at: the addresses of the two tables of layout.py. n_threads: 0 checks the step and does nothing.
+    post_at: the address of the workers' lines.
     """
     while True:
         refused = check_step(longs_at(memory_at), longs_at(sizes_at))
-        if refused != 0:
+        if refused != 0 or n_threads == 0:
             return refused
         post_step(memory_at, sizes_at, n_threads, post_at)
         run_part(memory_at, sizes_at, 0, n_threads)
@@ -423,13 +425,6 @@ def work(post_at, thread, seen):
         wake(post)
 
 
-@keep_on_disk
-@numba.njit(nogil=True)
-def check(memory_at, sizes_at):
-    """What a step returns, without the step."""
-    return check_step(longs_at(memory_at), longs_at(sizes_at))
-
-
 workers = Workers(work)  # of the steps of all executors, which take turns
 
 
@@ -441,7 +436,6 @@ def team_for(weights, dtype, n_threads):
     if not step.signatures:
         step.compile((int64,) * 4)
         work.compile((int64,) * 3)
-        check.compile((int64, int64))
     PART_ON[weights].compiled  # noqa: B018 (it is compiled here)
     ATTENTION_ON[dtype].compiled  # noqa: B018
     workers.ready(n_threads)

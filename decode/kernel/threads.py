@@ -207,10 +207,10 @@ class Workers:
         self.post = aligned((max(n_cores(), os.cpu_count() or 1), LINE), np.int64)
         self.address = self.post.ctypes.data
 
-    def ready(self, n_threads, patience=1.0):
+    def ready(self, n_threads):
         """
         How many threads can share a step, the caller's included, n_threads at most. Starts those that are missing, and
-        waits up to `patience` seconds for them.
+        waits up to a second for them.
         """
         if self.stopped or n_threads == 1:
             return 1
@@ -225,7 +225,7 @@ class Workers:
                     thread.start()
                 except RuntimeError:  # the system allows no more threads
                     break
-            end = time.monotonic() + patience
+            end = time.monotonic() + 1
             while not self.post[1:n_threads, RUNNING].all() and time.monotonic() < end:
                 time.sleep(0.0002)
             self.n_ready = 1 + int(self.post[1:n_threads, RUNNING].astype(bool).cumprod().sum())

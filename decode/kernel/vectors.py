@@ -123,6 +123,11 @@ def to_ints(builder, v):
     return builder.sub(bits, same(0x4b400000, INTS))
 
 
+def widened(builder, v):
+    """bfloat16 numbers, as int16, in float32: a bfloat16 is the upper half of a float32."""
+    return builder.bitcast(builder.shl(builder.zext(v, INTS), same(16, INTS)), FLOATS)
+
+
 def emit_sum(builder, values):
     while len(values) > 1:  # as a tree of neighbours: the additions of one level do not wait for each other
         values = [builder.fadd(a, b) for a, b in zip(values[::2], values[1::2])] + values[len(values) & ~1:]
@@ -167,6 +172,12 @@ def load(builder, array, i):
 def load_first(builder, array, i, n):
     """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
     return emit_load_first(builder, array, i, n)
+
+
+@instruction(floats)
+def load_bfloat16_first(builder, array, i, n):
+    """`load_first` of bfloat16 numbers, as float32"""
+    return widened(builder, emit_load_first(builder, array, i, n))
 
 
 @instruction(types.void)
