@@ -10,7 +10,6 @@ An engine is called by one thread at a time: a call that finds another one runni
 """
 import os
 import sys
-import weakref
 
 import numpy as np
 
@@ -50,7 +49,6 @@ class Engine:
         if n_slots:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
             executor.hold(make_layers(model, n_slots, type_kv))
-            weakref.finalize(self, let_go, executor, executor.layers).atexit = False
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.longest_call, self.return_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
@@ -277,20 +275,13 @@ class Engine:
         return token_lists
 
 
-def let_go(executor, layers):
-    """An executor does not keep the keys and values of an engine that is gone."""
-    if executor.layers is layers:
-        executor.layers = ()
-
-
 def weights_of(tables):
-    """What changes with the weights in dicts {name: weight}: their addresses, and torch's counter of their changes."""
-    weights = [p for table in tables for p in table.values() if p is not None]
-    addresses = [p.data_ptr() for p in weights]
-    try:
-        return addresses, [p._version for p in weights]
-    except RuntimeError:  # those that were made in inference mode have no counter
-        return addresses, [0 if p.is_inference() else p._version for p in weights]
+    """
+    What changes with the weights in dicts {name: weight}: the address of each, and torch's counter of its changes,
+    which those that were made in inference mode do not have.
+    """
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version)
+            for table in tables for p in table.values() if p is not None]
 
 
 def checked_prompt(prompt, vocab_size):

@@ -3,7 +3,6 @@ The GPU's executor without a GPU: its kernels' functions in PyTorch, and a devic
 waits for it. What it computes, in any company, is in test_executors.py.
 """
 import random
-import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -278,20 +277,16 @@ def test_no_graph_is_recorded_in_the_pool_of_forgotten_ones(monkeypatch):
 
 
 def test_nothing_is_recorded_in_service_and_nothing_kept_behind_it(monkeypatch):
-    """Whatever is asked for after `prepare`. And an engine that is gone keeps no keys and values."""
+    """Whatever is asked for after `prepare`."""
     m, queue = model_of('rope'), Recorded(monkeypatch)
     engine = engine_of(gpu(m, queue))
-    executor, stored = engine.executor, weakref.ref(engine.layers[0].k.data)
-    executor.prepare()
+    engine.executor.prepare()
     n = len(queue.pools)
     sequences = [s for how in (*HOWS, dict(logprobs=True), dict(prompt_logits=True, logprobs=True))
                  for s in engine.add([1, 2], 9, 2, **how)]
     run(engine)
     check_alone(m, sequences)
     assert len(queue.pools) == n == 3 * len(BUCKETS)
-    executor.graphs.clear()  # those of CUDA keep addresses, these keep tensors
-    del engine
-    assert stored() is None and executor.layers == ()
 
 
 def test_a_recording_after_many_steps_draws_into_no_other_memory(monkeypatch, capsys):
