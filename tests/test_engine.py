@@ -135,12 +135,38 @@ def test_a_step_that_fails_is_tried_in_halves_then_one_by_one(error, capsys):
     sequences = [engine.add(prompt, 12)[0] for prompt in prompts]
     while not engine.is_idle:
         engine.step()
-    assert tried[:2] == [7, 4] and sum(n > 1 for n in tried[:4]) == 3 and tried[3:6] == [1, 1, 1]
+    assert tried[:7] == [7, 4, 3, 1, 1, 1, 6]
     assert [s.ended for s in sequences] == ['length'] * 5 + ['error', 'length']
     assert type(sequences[5].error) is error and engine.pool.n_free == 99
     assert 'a call of 7 sequences failed' in capsys.readouterr().err
     with pytest.raises(error, match='this one'):
         engine.generate([prompts[5]], 5)
+
+
+@pytest.mark.parametrize('error', [Refused, KeyboardInterrupt])
+def test_copies_of_a_step_that_was_not_made_are_made_again(error, capsys):
+    """It ended before its copies on write. The samples of a prompt go on from their own tokens; no other step fails."""
+    model = toy_model(block_size=64)
+
+    def engine_of():
+        return Engine(model, ToyExecutor(model), default_pool(model.config, 40, 4))
+    expected = engine_of().generate([[1, 2, 3, 4, 5, 6, 7]], 9, n=3)
+    for at in range(6):
+        engine, left = engine_of(), [at]
+        whole, engine.longest_call = engine.executor.execute_model, 0
+
+        def refuses(batch, whole=whole, left=left):
+            left[0] -= 1
+            if left[0] == -1 and len(batch.sequences) > 1:
+                raise error("not this time")
+            return whole(batch)
+        engine.executor.execute_model = refuses
+        sequences = engine.add([1, 2, 3, 4, 5, 6, 7], 9, n=3)
+        while not engine.is_idle:
+            with contextlib.suppress(KeyboardInterrupt):
+                engine.step()
+        assert [s.tokens for s in sequences] == expected
+        assert capsys.readouterr().err.count('failed') == (error is Refused and at > 0)
 
 
 @pytest.mark.parametrize('make', MAKE[:2])

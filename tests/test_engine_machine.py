@@ -26,7 +26,6 @@ from toy_executor import (
     toy_model,
 )
 
-from decode.batch import Refused
 from decode.draw import DrawSettings, draw, log_probabilities
 from kvcache.llamacpp.pool import CellPool
 from serving import engine_thread
@@ -39,20 +38,13 @@ BYTES = [bytes([byte]) for byte in b'abcdefgh'] + [b'\xe2\x82', b'\xac', b'ab', 
 
 class Toy(ToyExecutor):
     """
-    Nobody draws the bad token; a call that has it fails. events: {number of a step: what happens in it}. refuses: what
-    the next call raises before it does anything. n_asked: how many calls have failed because the test asked for it.
+    Nobody draws the bad token; a call that has it fails. events: {number of a step: what happens in it}. n_asked: how
+    many calls have failed because the test asked for it.
     """
 
     def __init__(self, model):
         super().__init__(model)
         self.events, self.n_calls, self.fails, self.broken, self.n_asked = {}, 0, self.fail, False, 0
-        self.refuses = None
-
-    def execute_model(self, batch):
-        if self.refuses:
-            error, self.refuses, self.n_asked = self.refuses, None, self.n_asked + 1
-            raise error("this call does nothing because the test asks for it")
-        return super().execute_model(batch)
 
     def soon(self, n, event):
         """This happens in one of the next steps; n = 0 is the very next one."""
@@ -211,8 +203,6 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, times):
         for _ in range(times):
             before, preempted, n = self.engine.n_steps, self.engine.scheduler.n_preempted, self.n_going()
-            oldest = next(iter(self.engine.scheduler.going), None)
-            had, as_usual = oldest and oldest.n_computed, not (self.engine.unfinished or self.engine.scheduler.trials)
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 try:
                     ran = self.thread.run_once()
@@ -221,8 +211,6 @@ class EngineMachine(RuleBasedStateMachine):
             gave_way = self.engine.scheduler.n_preempted > preempted
             assert not ran or self.engine.n_steps > before or gave_way or errors.getvalue() or self.n_going() < n
             assert ran or not self.thread.live
-            if oldest and as_usual and self.engine.n_steps > before and not errors.getvalue():
-                assert oldest.ended or oldest.n_computed > had, "the oldest always advances"
             self.whole()
 
     def n_going(self):
@@ -232,11 +220,6 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(soon=st.sampled_from([0, 0, 1, 3]), error=st.sampled_from([MemoryError, KeyboardInterrupt, None]))
     def fail_once(self, soon, error):
         self.executor.soon(soon, lambda: self.executor.interrupt(error))
-
-    @rule(error=st.sampled_from([Refused, KeyboardInterrupt]))
-    def refuse_once(self, error):
-        """Copies on write of this call are not made."""
-        self.executor.refuses = error
 
     @rule()
     def other_weights(self):

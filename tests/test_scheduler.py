@@ -3,6 +3,7 @@ The scheduler in an engine on the toy executor, one step at a time: each test is
 That each request gets its own tokens, whatever is planned: test_engine_machine.py.
 """
 import pytest
+import torch
 from toy_executor import ToyExecutor, toy_model
 
 from engine import Engine, default_pool
@@ -74,6 +75,21 @@ def test_no_preempt_resume_thrash():
     finish(engine)
     needed = sum(len(s.tokens) - 1 for s in sequences)
     assert engine.scheduler.n_preempted and engine.n_computed < 1.5 * needed
+
+
+@pytest.mark.parametrize('n_pages', [8, 9, 13])
+def test_oldest_always_advances(n_pages):
+    engine, chooser, sequences = engine_of(n_pages, budget=7), torch.Generator().manual_seed(n_pages), []
+    for i in range(14):
+        n, max_tokens = (int(torch.randint(1, most, (), generator=chooser)) for most in (15, 18))
+        sequences += ask(engine, [i % 11] * n, max_tokens, n=1 + i % 3)
+    while not engine.is_idle:
+        scheduler = engine.scheduler
+        oldest = min(s for s in sequences if s in scheduler.running or s in scheduler.waiting)  # forks come with theirs
+        n = oldest.n_computed
+        engine.step()
+        assert engine.plans[-1][0][0] is oldest and (oldest.ended or oldest.n_computed > n or oldest.siblings == [])
+    finish(engine)
 
 
 def test_long_prompt_does_not_stall_decoders():
