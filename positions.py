@@ -165,14 +165,10 @@ class Positions:
             self.masks[id(keys), n_keys] = keys, self.make_mask(keys, n_keys)
         return self.masks[id(keys), n_keys][1]
 
-    def key_positions(self, keys, n_keys):
-        if keys is not None:
-            return keys.pos
-        return self.q_pos[..., -1:] + torch.arange(1 - n_keys, 1, device=self.q_pos.device)
-
     def make_mask(self, keys, n_keys):
         """bool or float, (T, K) or (B, 1, T, K), or with ALiBi float (n_head, T, K) or (B, n_head, T, K)."""
-        c, q_pos, k_pos = self.config, self.q_pos, self.key_positions(keys, n_keys)
+        c, q_pos = self.config, self.q_pos
+        k_pos = q_pos[..., -1:] + torch.arange(1 - n_keys, 1, device=q_pos.device) if keys is None else keys.pos
         q_pos, k_pos = q_pos[..., :, None], k_pos if k_pos.dim() == 3 else k_pos[..., None, :]
         mask = visible(q_pos, k_pos, c.window, c.n_sink)
         if keys is not None and keys.allowed is not None:

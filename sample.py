@@ -32,9 +32,9 @@ from chat.conversation import Conversation, talk
 from decode.draw import DrawSettings, draw
 from decode.eager import UncachedExecutor
 from device import DTYPES, autocast, pick_device, pick_dtype, share_cores, synchronize, trusted_dtype
-from engine.engine import PAGE_SIZE, Engine, pool_for
+from engine.engine import PAGE_SIZE, Engine, default_pool, pool_for
 from formats.pretrained import generation_defaults
-from kvcache import NoPool, PagePool, bytes_of_slots, make_layers, pages_for
+from kvcache import NoPool, bytes_of_slots, make_layers, pages_for
 from kvcache.storage import free_memory
 from serving.constraints import Vocabulary, compiled
 from tokenizer import TextStream, read_text
@@ -205,29 +205,22 @@ def sample_by_model(model, tokenizer, prompts, dev, printed):
     for number, prompt in enumerate(prompts):
         for row in range(0, num_samples, batch_size):
             rows = range(number * num_samples + row, number * num_samples + min(row + batch_size, num_samples))
-            with suppress(AllEnded):
-                model.generate(torch.tensor([prompt] * len(rows), device=dev), max_new_tokens, use_cache=use_cache,
-                               draw=DrawAndPrint(rows, model.config.vocab_size, printed))
+            draw_rows(model, torch.tensor([prompt] * len(rows), device=dev), rows, printed)
 
 
-class AllEnded(Exception):
-    """No row of a batch goes on."""
+def draw_rows(model, idx, numbers, printed):
+    """Draw the samples with these numbers, each behind its row of idx, until all have come to `stop`."""
+    settings = [DrawSettings(model.config.vocab_size, seed + number, **draw_settings()) for number in numbers]
 
-
-class DrawAndPrint:
-    """A `draw` of `GPT.generate` for the samples with these numbers. `AllEnded` where each has come to `stop`."""
-
-    def __init__(self, numbers, vocab_size, printed):
-        self.numbers, self.printed = numbers, printed
-        self.settings = [DrawSettings(vocab_size, seed + number, **draw_settings()) for number in numbers]
-
-    def __call__(self, logits, i):
-        if all(self.printed.ended[number] for number in self.numbers):
-            raise AllEnded
-        tokens = draw(logits, self.settings, [i] * len(self.numbers))
-        for number, token in zip(self.numbers, tokens.tolist()):
-            self.printed.add(number, [token], i + 1 == max_new_tokens)
+    def draw_and_print(logits, i):
+        if all(printed.ended[number] for number in numbers):
+            raise StopIteration
+        tokens = draw(logits, settings, [i] * len(numbers))
+        for number, token in zip(numbers, tokens.tolist()):
+            printed.add(number, [token], i + 1 == max_new_tokens)
         return tokens[:, None]
+    with suppress(StopIteration):
+        model.generate(idx, max_new_tokens, use_cache=use_cache, draw=draw_and_print)
 
 
 def draw_settings():
@@ -273,6 +266,7 @@ def engine_for(model, tokenizer, n_sequences, n_tokens, pool, dev):
         name = 'eager' if decoder == 'auto' and is_traced else decoder  # others have no trace
         executor = decode.best(model, n_sequences, weights, threads, name, 'off' if chat else speculate, proposer,
                                pick_dtype(dtype, dev), kv_bits)
+        pool = debug_kv_model.TracedPool(pool) if debug_kv_model.tracing() else pool
         engine = Engine(model, executor, pool, 512 if chat else 2**14, n_sequences, kv_bits)
     print(f"decoder: {engine.executor.name}", file=sys.stderr)
     return engine
@@ -282,21 +276,14 @@ def pool_of(config, n_sequences, n_tokens):
     """The pool that kv_cache names, for so many sequences of so many tokens."""
     if kv_cache in CELLS:
         from kvcache.llamacpp.pool import CellPool
-        return traced(CellPool(config, n_sequences, n_tokens, unified=kv_cache == 'unified'))
-    return traced(pool_for(config, n_sequences, n_tokens))
+        return CellPool(config, n_sequences, n_tokens, unified=kv_cache == 'unified')
+    return pool_for(config, n_sequences, n_tokens)
 
 
 def pool_of_chat(model, dev):
     """A pool for a whole context, or as much of it as half of the free memory holds; it takes memory as it is used."""
-    c = model.config
-    free = free_memory(torch.device(dev)) / 2
-    n_pages = max(1, int(min(pages_for(c, PAGE_SIZE), free / bytes_of_slots(c, PAGE_SIZE))))
-    return traced(PagePool(n_pages, PAGE_SIZE, c.window, c.n_sink))
-
-
-def traced(pool):
-    """A pool whose operations print a line if KV_DEBUG is on."""
-    return debug_kv_model.TracedPool(pool) if debug_kv_model.tracing() else pool
+    n_free = free_memory(torch.device(dev)) / 2 / bytes_of_slots(model.config, PAGE_SIZE)
+    return default_pool(model.config, max(1, int(min(pages_for(model.config, PAGE_SIZE), n_free))))
 
 
 def rolled(model):

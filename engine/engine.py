@@ -284,13 +284,12 @@ def let_go(executor, layers):
 
 
 def weights_of(tables):
-    """What changes with the weights in dicts {name: weight}: their addresses, and torch's counter of their changes."""
-    weights = [p for table in tables for p in table.values() if p is not None]
-    addresses = [p.data_ptr() for p in weights]
-    try:
-        return addresses, [p._version for p in weights]
-    except RuntimeError:  # those that were made in inference mode have no counter
-        return addresses, [0 if p.is_inference() else p._version for p in weights]
+    """
+    What changes with the weights in dicts {name: weight}: the address of each, and torch's counter of its changes,
+    which those that were made in inference mode do not have.
+    """
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version)
+            for table in tables for p in table.values() if p is not None]
 
 
 def checked_prompt(prompt, vocab_size):

@@ -130,8 +130,10 @@ class Scheduler:
         tokens = [token for s, n in plan for token in s.uncomputed(n)]
         positions = np.concatenate([np.arange(s.n_computed, s.n_computed + n) for s, n in plan]) if (
             len(tokens) > len(plan)) else np.array([s.n_computed for s in sequences])
+        copies = self.pool.copies[:]
+        self.pool.copies.clear()
         return Batch(sequences, counts, np.array(tokens, np.int64), positions, np.array(n_steps), prompt_logits,
-                     [s.logprobs for s in sequences], self.pool.take_copies(), until, return_soon)
+                     [s.logprobs for s in sequences], copies, until, return_soon)
 
     def steps_ahead(self, sequences):
         """How many tokens each of these sequences may draw in the next call, and has slots for: a list."""

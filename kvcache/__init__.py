@@ -17,8 +17,8 @@ A pool is what the engine's scheduler asks for slots; one thread owns it. See `p
     cut(sequence, n)                keep the first n positions; returns how many are kept
     free(sequence)                  keep none
     reset()                         forget all sequences and all that is remembered
-    take_copies()                   copies of slots that the next call makes first
     will_grow(sequence)             will it need more room before it ends?
+    copies                          of slots, which the next call makes first: the scheduler takes them
     n_pages, page_size, n_slots     pages (of cells: those of one stream); slots of each, 0 where nothing is kept; slots
                                     in all
     n_free                          pages that no sequence has

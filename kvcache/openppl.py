@@ -48,18 +48,12 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     num_repeat: how many times each head is returned, h0 h0 h1 h1 ..., for grouped queries.
 
     Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, as they are stored in the cache, the
-    current tokens too. cache and scale are written in place. Raises ValueError, with nothing written, on arguments that
-    do not fit together.
+    current tokens too. cache and scale are written in place. Raises ValueError, with nothing written, if shapes,
+    lengths or rows do not fit together.
     """
-    max_seqlen, max_kvlen = (x.item() if isinstance(x, torch.Tensor) else x for x in (max_seqlen, max_kvlen))
-    check_ints(max_seqlen=max_seqlen, max_kvlen=max_kvlen, num_layer=num_layer, layer_idx=layer_idx,
-               quant_bit=quant_bit, quant_group=quant_group, num_repeat=num_repeat, cache_mode=cache_mode,
-               cache_layout=cache_layout, page_size=page_size)
-    for name, value in dict(current_key=current_key, current_value=current_value, cache=cache).items():
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"{name} must be a tensor, not {value!r}")
-    seqstarts, kvstarts, cachestarts, start_pos = check_indices(
-        cache.device, seqstarts=seqstarts, kvstarts=kvstarts, cachestarts=cachestarts, start_pos=start_pos)
+    max_seqlen, max_kvlen = int(max_seqlen), int(max_kvlen)
+    # sums in int32 overflow
+    seqstarts, kvstarts, cachestarts, start_pos = (x.long() for x in (seqstarts, kvstarts, cachestarts, start_pos))
     stored = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat,
                    cache_layout)
     n_rows = len(stored[0])
@@ -89,18 +83,6 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     return tuple(loaded.unbind(1))
 
 
-def check_indices(device, **indices):
-    """
-    The index tensors as int64, since sums in int32 overflow. ValueError on what is no index tensor on this device.
-    """
-    for name, value in indices.items():
-        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be a tensor of int64 or int32, not {value!r}")
-        if value.device != device:
-            raise ValueError(f"{name} is on {value.device}, and the cache on {device}: move one of them")
-    return [value.long() for value in indices.values()]
-
-
 def check_lengths(seqstarts, kvstarts, start_pos, max_seqlen, max_kvlen, n_current, n_rows):
     """
     (seqlens, kvlens), (B,) each: current tokens and all tokens of each sequence. ValueError unless they agree with each
@@ -124,13 +106,6 @@ def check_lengths(seqstarts, kvstarts, start_pos, max_seqlen, max_kvlen, n_curre
     return seqlens, kvlens
 
 
-def check_ints(**values):
-    """ValueError unless all are ints."""
-    for name, value in values.items():
-        if type(value) is not int:
-            raise ValueError(f"{name} must be an int, not {value!r}")
-
-
 def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout):
     """
     This layer of [cache], or of [cache, scale], as (MaxT, 2, H, ...) for any layout. ValueError if they do not fit.
@@ -139,9 +114,6 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
             or key.dtype not in (torch.float32, torch.float16)):
         raise ValueError(f"current_key and current_value must be (tokens, H, Dh) alike, float32 or float16, "
                          f"not {tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}")
-    if not key.device == value.device == cache.device:
-        raise ValueError(f"current_key is on {key.device}, current_value on {value.device}, and the cache on "
-                         f"{cache.device}: move them to one device")
     if cache_layout not in range(len(LAYOUTS)):
         raise ValueError(f"cache_layout is 0 to 3, not {cache_layout}")
     if quant_bit not in CACHE_DTYPES:
@@ -150,7 +122,7 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
         raise ValueError(f"layer_idx must be 0 to num_layer {num_layer} - 1, and num_repeat at least 1, not "
                          f"{layer_idx} and {num_repeat}")
     H, Dh = key.shape[1:]
-    shape = cache.device, cache_layout, num_layer, H
+    shape = cache_layout, num_layer, H
     found = [view_of(cache, 'cache', CACHE_DTYPES[quant_bit], *shape, Dh // 2 if quant_bit == 4 else Dh)]
     if quant_bit == 0:
         return [found[0][:, layer_idx]]
@@ -162,20 +134,14 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
     return [view[:, layer_idx] for view in found]
 
 
-def view_of(tensor, name, dtypes, device, cache_layout, L, H, D):
-    """
-    A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if it has another type, device or shape, or is
-    expanded.
-    """
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes or tensor.device != device:
-        came = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, torch.Tensor) else repr(tensor)
-        raise ValueError(f"for this quant_bit the {name} must be {' or '.join(map(str, dtypes))} on {device}, not "
-                         f"{came}")
+def view_of(tensor, name, dtypes, cache_layout, L, H, D):
+    """A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if it has another type or shape."""
+    if tensor is None or tensor.dtype not in dtypes:
+        raise ValueError(f"for this quant_bit the {name} must be {' or '.join(map(str, dtypes))}, not "
+                         f"{tensor if tensor is None else tensor.dtype}")
     if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
         names = ', '.join(str(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)]) for axis in range(5))
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
-    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride())):
-        raise ValueError(f"the {name} is expanded, and a write to one row would change another: make it contiguous")
     return tensor.permute(LAYOUTS[cache_layout])
 
 

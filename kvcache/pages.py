@@ -51,7 +51,7 @@ class PagePool:
 
     references: the number of tables that each page is in. free_pages: those in no table; those that are remembered are
     used last. prefix_of: the `Prefix` of each full page that is remembered, or None. page_with: {Prefix: page}, the
-    inverse. copies: (source, target, n) of slots, which the next call must copy first.
+    inverse. copies: (source, target, n) of slots, which the next call must copy first: the scheduler takes them.
     """
 
     def __init__(self, n_pages, page_size=16, window=0, n_sink=0):
@@ -246,11 +246,6 @@ class PagePool:
         prefix, self.prefix_of[page] = self.prefix_of[page], None
         if prefix is not None:
             del self.page_with[prefix]
-
-    def take_copies(self):
-        """The copies that the next call must make first, a list, which is empty then."""
-        copies, self.copies = self.copies, []
-        return copies
 
 
 def root(salt):

@@ -117,10 +117,7 @@ class SlotArray:
         """Write x (n_head, n, head_dim) to slots (n,)."""
         new = [x] if self.scale is None else quantise(x.float(), 8, self.group)
         for stored, x in zip(self.tensors(), new):
-            if stored.is_contiguous():
-                stored.index_copy_(1, slots, x.to(stored))
-            else:
-                stored[:, slots] = x.to(stored)
+            stored.index_copy_(1, slots, x.to(stored))
 
     def read(self, slots, dtype=torch.float32, scratch=None, name=''):
         """

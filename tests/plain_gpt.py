@@ -110,7 +110,6 @@ def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_si
     return linear(norm(x, 'transformer.ln_f'), 'lm_head')
 
 
-@torch.no_grad()
 def plain(model, idx, weights=None, windows=None, source=None):
     """`logits` of one of our models in float64. weights, windows: in the place of its own, if they are given."""
     c, weights = model.config, {name: w.double() for name, w in (weights or model.state_dict()).items()}
@@ -120,10 +119,10 @@ def plain(model, idx, weights=None, windows=None, source=None):
 
 
 @torch.no_grad()
-def generate(weights, n_head, block_size, idx, max_new_tokens, temperature=1.0, top_k=None):
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None):
     """nanoGPT's sampling: the cropped window in full for every token, divide, top-k, softmax, multinomial."""
     for _ in range(max_new_tokens):
-        last = logits(weights, n_head, idx[:, -block_size:])[:, -1]
+        last = logits(model.state_dict(), model.config.n_head, idx[:, -model.config.block_size:])[:, -1]
         if temperature == 0:
             idx_next = last.argmax(-1, keepdim=True)
         else:

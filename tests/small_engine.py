@@ -3,10 +3,11 @@ import threading
 import time
 
 import torch
+from tiny_models import drawn_alone
 from toy_executor import NextLetter, toy_model
 
 from decode.cpu import CPUExecutor
-from decode.draw import NAMES, DrawSettings, draw, log_probabilities
+from decode.draw import NAMES, log_probabilities
 from engine import Engine, default_pool
 from model import GPT, GPTConfig
 from serving.engine_thread import EngineThread
@@ -39,9 +40,9 @@ class Got:
 
 
 def thread_of(model, executor=None, bytes_of=BYTES, end_tokens=(), n_pages=16, page_size=4, budget=64,
-              kind=EngineThread, **how):
+              kind=EngineThread, pool=None, **how):
     """An `EngineThread` that is not started: `run` makes its steps."""
-    engine = Engine(model, executor, default_pool(model.config, n_pages, page_size), budget)
+    engine = Engine(model, executor, pool or default_pool(model.config, n_pages, page_size), budget)
     return kind(engine, bytes_of, end_tokens, **how)
 
 
@@ -70,22 +71,13 @@ def finished(thread, *args, **how):
 
 
 def alone(model, request, stop_ids=()):
-    """
-    The tokens of each sample, and (log probability, rank, likeliest tokens) of each: by the model without a cache, one
-    token after the other, and the draw's definition.
-    """
+    """The tokens of each sample, and (log probability, rank, likeliest tokens) of each: see `drawn_alone`."""
     samples = []
     for i in range(request.n):
-        settings = DrawSettings(model.config.vocab_size, request.seed + i, {*stop_ids, *request.stop_token_ids},
-                                prompt=request.prompt, **request.draw)
-        tokens, scores = [], []
-        while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in settings.stop_ids):
-            with torch.inference_mode():
-                logits = model(torch.tensor([request.prompt + tokens]), use_cache=False)[0][0].float()
-            settings.count(tokens)
-            tokens.append(int(draw(logits, [settings], [len(tokens)])))
-            scores.append([found[0] for found in log_probabilities(logits, tokens[-1:], 5)[:3]])
-        samples.append((tokens, scores))
+        tokens, logits = drawn_alone(model, request.prompt, request.max_tokens, request.seed + i,
+                                     {*stop_ids, *request.stop_token_ids}, **request.draw)
+        samples.append((tokens, [[found[0] for found in log_probabilities(of_token, [token], 5)[:3]]
+                                 for of_token, token in zip(logits, tokens)]))
     return samples
 
 

@@ -1,13 +1,18 @@
-"""Cells and streams by hand: batches, masks, shifts, memory. Random operations: test_cells_reference.py."""
+"""
+Cells and streams by hand: batches, masks, shifts, memory, states that are refused. Random operations:
+test_cells_reference.py.
+"""
+import json
 import tracemalloc
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import Streams, context_shift
-from kvcache.llamacpp.hybrid import HybridCache
 from kvcache.storage import SlotArray
 from model import GPTConfig
 from positions import Positions
@@ -38,11 +43,6 @@ def put(c, tokens, value=None):
     return cells
 
 
-def positions(c, seq):
-    cells = c.cells_of(seq)
-    return sorted(cells.pos[cells.of(seq)].tolist())
-
-
 def logits_of(m, idx, c, tokens):
     """Logits (n, vocab_size) of the n tokens idx, of any shape, that are stored as `tokens`, see `Streams.batch`."""
     batch = c.batch(tokens)
@@ -62,57 +62,40 @@ def test_n_kv_is_padded_and_views_are_not_copies():
     assert k.data_ptr() == c.layers[1].k.data.data_ptr()
     v = transposed.get_v(1, 5)
     assert v[0, 2, 0, 0] == 1102 and v.stride(1) == 1 and v.data_ptr() == transposed.layers[1].v.data.data_ptr()
-    with pytest.raises(ValueError, match='transposed'):
-        cache(v_trans=True, type_v='int8')
 
 
-def test_batches_that_go_nowhere():
+def test_batches_of_separate_streams_bring_as_many_tokens_of_each():
     c = cache(unified=False)
     batch = c.batch({2: [0, 1], 0: [0, 1]})
     assert batch.positions.shape == c.find_slot(batch).shape == (2, 2) and batch.streams.tolist() == [2, 0]
     for tokens in ({0: [0], 1: [0, 1]}, {(0, 1): [0]}):
         with pytest.raises(ValueError, match='split'):
             c.batch(tokens)
-    for tokens in ({}, {0: []}, {4: [0]}, {0: [-1]}, {0: [0.5, 1.5]}, {0: [True]}, {0: 4}, {'a': [0]}, {0.5: [0]},
-                   {(): [0]}):
-        with pytest.raises(ValueError):
-            c.batch(tokens)
-    assert c.batch({0: np.array([127], np.int8)}).positions.tolist() == [[127]]
 
 
-def test_a_sequence_goes_on_where_it_ends():
-    c = cache(n_seq_max=3)
+REFUSED = {  # where sequences 0 and 1 share the positions 0 to 2, sequence 1 also has 3, and 2 and 3 have none
+    'goes on at position': [{0: [4]}, {0: [2]}, {(0, 1): [3]}, {1: [0]}, {0: [3], (0, 2): [3]}],
+    'follow each other': [{0: [3, 5]}, {0: [3, 3]}, {0: [4, 3]}],
+    'diverged': [{2: [0, 1], (2, 3): [2]}, {(2, 3): [0], 2: [1], 3: [1], (3, 2): [2]}, {(2, 3): [0, 1], (3, 4): [2]}],
+    'at least one': [{}, {0: []}, {(): [0]}], 'numbered': [{5: [0]}, {'a': [0]}, {0.5: [0]}],
+    'integers': [{2: [-1]}, {2: [0.5, 1.5]}, {2: [True]}]}
+
+
+@pytest.mark.parametrize('words', REFUSED)
+def test_batches_that_are_refused_change_nothing(words):
+    """A sequence goes on where it ends. After other tokens, also inside of a batch, two of them share no more."""
+    c = cache(n_seq_max=5)
     put(c, {(0, 1): range(3)})
     put(c, {1: [3]})
     before = str(c)
-    # sequences 0 and 1 have different next positions
-    for tokens in ({0: [4]}, {0: [2]}, {(0, 1): [3]}, {1: [0]}):
-        for refused in (c.find_slot, lambda batch: c.prepare([c.batch({2: [0]}), batch])):
-            with pytest.raises(ValueError, match='goes on at position'):
-                refused(c.batch(tokens))
-    for tokens in ({0: [3, 5]}, {0: [3, 3]}, {0: [4, 3]}):
-        with pytest.raises(ValueError, match='follow each other'):
-            c.batch(tokens)
-    with pytest.raises(ValueError, match='goes on at position 4, not 3'):
-        c.batch({0: [3], (0, 2): [3]})
+    for tokens in REFUSED[words]:
+        with pytest.raises(ValueError, match=words):
+            c.find_slot(c.batch(tokens))
     assert str(c) == before
-    assert c.prepare([c.batch({0: [3]}), c.batch({0: [4, 5]})]) and c.find_slot(c.batch({(2,): [4, 5]})).shape == (1, 2)
-    put(c, {0: [3]})  # now both have a position 3, in different cells
+    put(c, {(2, 3): [5], (3, 2): [6]})  # an empty sequence can begin at any position
+    put(c, {2: [7], 3: [7]})
     with pytest.raises(ValueError, match='diverged'):
-        c.find_slot(c.batch({(0, 1): [4]}))
-    put(c, {2: [5, 6]})  # an empty sequence can begin at any position
-    assert positions(c, 2) == [5, 6]
-
-
-def test_sequences_that_diverge_inside_a_batch_share_no_more_tokens():
-    """As with two batches: a sequence would own a position that was computed from another's tokens."""
-    streams = Streams(16, 3)
-    for tokens in ({0: [0, 1], (0, 1): [2]}, {(0, 1): [0], 0: [1], 1: [1], (1, 0): [2]}, {(0, 1): [0, 1], (1, 2): [2]}):
-        with pytest.raises(ValueError, match='diverged'):
-            streams.batch(tokens)
-    store(streams, {(0, 1): [0], (1, 0): [1], 2: [0, 1]})
-    assert [streams.seq_pos_max(seq) for seq in range(3)] == [1, 1, 1]
-    store(streams, {(0, 1): [2], 0: [3], 1: [3, 4]})
+        c.find_slot(c.batch({(2, 3): [8]}))  # both have a position 7, in different cells
 
 
 def test_the_drawing():
@@ -197,13 +180,6 @@ def test_positions_that_are_not_moved():
         with pytest.raises((ValueError, TypeError)):
             refused()
     assert (str(c), str(learned)) == before
-    of_layers = [cache(can_shift=True, layer_filter=lambda layer, own=own: layer == own) for own in (0, 1)]
-    both = HybridCache(*of_layers)
-    store(both, {0: range(4)})
-    of_layers[1].seq_cp(0, 1)
-    with pytest.raises(ValueError, match='shares'):  # the second cache refuses, and the first one has not changed
-        both.seq_add(0, 0, -1, 1)
-    assert positions(of_layers[0], 0) == [0, 1, 2, 3]
 
 
 # the memory that a token needs depends on the cells in use, not on the size of the cache; in bytes, not seconds
@@ -223,11 +199,7 @@ def peak(work):
 
 def test_a_stream_of_one_sequence_keeps_owners_for_one():
     streams, size = peak(lambda: Streams(4096, 256, unified=False))
-    assert len(streams.streams) == 256 and size < 64 * MB  # a column for each sequence in each stream would be 268 MB
-    store(streams, {seq: range(2) for seq in range(256)})
-    streams.seq_cp(7, 200)
-    streams.seq_keep(200)
-    assert [streams.seq_pos_max(seq) for seq in (7, 200)] == [None, 1]
+    assert len(streams.streams) == 256 and size < 64 * MB  # a row for each sequence in each stream would be 268 MB
 
 
 @pytest.mark.parametrize('n_seq_max, unified', [(1, True), (256, True), (4, False)])
@@ -253,3 +225,69 @@ def test_the_mask_of_a_long_prompt_stays_bool(window):
     keys = c.layers_for(batch, cells, torch.device('cpu'))[0].keys
     made = Positions(GPTConfig(), torch.from_numpy(batch.positions), torch.float32).mask(keys, 17_024)
     assert made.dtype == torch.bool and torch.equal(made, mask)
+
+
+# states; what is restored: test_cells_reference.py
+
+def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
+    c = cache()
+    put(c, {0: range(5)})
+    c.state_save(tmp_path / 'one', 0)
+    c.state_save(tmp_path / 'all')
+    window = cache(n_swa=4, swa_type='standard')
+    put(window, {0: range(5)})
+    window.state_save(tmp_path / 'window', 0)
+    (tmp_path / 'junk').write_bytes(b'junk' * 100)
+    for how, path, seq in ((dict(n_layer=1), 'one', 0), (dict(can_shift=True), 'one', 0),
+                           (dict(n_layer=3, layer_filter=lambda layer: layer > 0), 'one', 0),
+                           (dict(head_dim=64), 'one', 0), (dict(type_v='int8'), 'one', 0), (dict(kv_size=4), 'one', 0),
+                           (dict(kv_size=4), 'all', None), (dict(n_seq_max=2), 'all', None),
+                           (dict(unified=False), 'all', None), ({}, 'window', 0),
+                           (dict(n_swa=5, swa_type='standard'), 'window', 0),
+                           (dict(n_swa=4, swa_type='chunked'), 'window', 0),
+                           ({}, 'all', 0), ({}, 'one', None), ({}, 'junk', 0), ({}, 'absent', 0)):
+        other = cache(**how)
+        put(other, {1: range(2)})
+        before = str(other), other.own_layers()[0].k.data.clone()
+        with pytest.raises(ValueError):
+            other.state_load(tmp_path / path, seq)
+        assert str(other) == before[0] and torch.equal(other.own_layers()[0].k.data, before[1])
+
+
+def edited(path, tensors=(), **header):
+    """A state with some tensors (None: left out) and header fields replaced."""
+    with safe_open(path, 'pt') as f:
+        old = json.loads(f.metadata()['kvcache-state'])
+        kept = {name: f.get_tensor(name) for name in f.keys()} | dict(tensors)
+    to = path.with_name('edited')
+    save_file({name: tensor.contiguous() for name, tensor in kept.items() if tensor is not None}, to,
+              {'kvcache-state': json.dumps(old | header)})
+    return to
+
+
+STRANGER = torch.arange(20).view(5, 4) % 4 == 0  # sequence 0 owns what is in the stream of sequence 1
+
+
+@pytest.mark.parametrize('how, unified', [
+    *[(how, True) for how in (
+        dict(tensors={'0.0.k0': None}), dict(tensors={'0.pos': None}), dict(tensors={'0.1.v1': torch.zeros(5, 2)}),
+        dict(tensors={'0.0.k0': torch.zeros(1, 4, 32, dtype=torch.int8)}),
+        dict(tensors={'0.0.k0': torch.zeros(1, 5, 32)}),
+        dict(tensors={'0.pos': torch.arange(5) - 1}), dict(tensors={'0.pos': torch.arange(5).float()}),
+        dict(tensors={'0.pos': torch.tensor(3)}), dict(tensors={'0.owners': torch.zeros(5, 4, dtype=torch.bool)}),
+        dict(tensors={'0.shift': torch.ones(5, dtype=torch.int64)}),
+        dict(tensors={'0.0.k1': torch.full((1, 5, 1), float('nan'))}), dict(version=1), dict(one=True),
+        dict(n_seq_max=None), dict(type_k=None))],
+    (dict(tensors={'1.owners': STRANGER}), False),
+])
+def test_damaged_state_is_refused_and_changes_nothing(tmp_path, how, unified):
+    c = cache(type_k='int8', type_v='int8', unified=unified)
+    put(c, {1: range(5)})
+    c.state_save(tmp_path / 'all')
+    path = edited(tmp_path / 'all', **how)
+    before = str(c), [t.clone() for layer in c.layers for t in layer.tensors()]
+    with pytest.raises(ValueError):
+        c.state_load(path)
+    assert str(c) == before[0]
+    assert all(map(torch.equal, before[1], [t for layer in c.layers for t in layer.tensors()]))
+    c.state_load(edited(tmp_path / 'all'))

@@ -13,22 +13,20 @@ from functools import partial
 import pytest
 import torch
 from conftest import sizes
-from example_models import f32
-from tiny_models import HOWS
-from toy_executor import ToyConstraint, ToyExecutor, bitmap, may_follow, toy_model
+from drafting import given
+from tiny_models import HOWS, drawn_alone, model_of
+from toy_executor import ToyConstraint, ToyExecutor, toy_model
 
 import decode
 from decode.batch import NotNumbers, Refused, now
 from decode.cpu import CPUExecutor
-from decode.draw import DrawSettings, draw
 from decode.eager import EagerExecutor, UncachedExecutor
 from engine import Engine, default_pool, pool_for
-from engine.engine import weights_of
 from kvcache import NoPool, PagePool, pages_for
 from kvcache.llamacpp.pool import CellPool
 
-KINDS = [dict(), dict(position='rope', n_kv_head=1, norm='rms', mlp='swiglu'), dict(position='alibi'),
-         dict(position='none'), dict(position='rope', window=6, n_sink=2), dict(position='learned', window=5)]
+KINDS = 'learned', 'llama', 'alibi', 'none', 'learned window', 'rope window sinks'
+MAKE = EagerExecutor, partial(CPUExecutor, threads=1), partial(CPUExecutor, weights='int8', threads=1)
 
 
 def pools_of(config, n_sequences=3, n_tokens=40):
@@ -39,50 +37,44 @@ def pools_of(config, n_sequences=3, n_tokens=40):
             'streams': CellPool(c, n_sequences, n_tokens, unified=False), 'unified': CellPool(c, n_sequences, n_tokens)}
 
 
-def uncached(model, prompt, n, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), constraint=None, **how):
-    """The tokens that the model alone draws behind a prompt: full passes, and the draw's definition."""
-    settings = DrawSettings(model.config.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **how)
-    text, c = list(prompt), model.config
-    while len(text) < len(prompt) + n and not (len(text) > len(prompt) and text[-1] in settings.stop_ids):
-        seen = text if c.max_positions > c.block_size else text[-c.block_size:]
-        with torch.inference_mode():
-            logits = model(torch.tensor([seen]), use_cache=False)[0][0]
-        settings.count(text[len(prompt):])
-        if constraint:
-            allowed = may_follow(text[len(prompt):], model.config.vocab_size, constraint.most, settings.stop_ids)
-            settings.allowed = bitmap(allowed, model.config.vocab_size)
-            if not allowed:
-                break
-        text.append(int(draw(logits, [settings], [len(text) - len(prompt)])))
-    return text
+def text_alone(model, prompt, n, **how):
+    """A prompt and the tokens that the model draws behind it."""
+    return prompt + drawn_alone(model, prompt, n, **how)[0]
 
 
-@pytest.mark.parametrize('kind', KINDS, ids=str)
-def test_every_pool_and_executor_gives_what_the_model_gives_without_a_cache(kind):
-    """Prompts of several lengths at once, two samples of each, on beyond the context: the tokens of each alone."""
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_text_has_in_any_company_pool_and_executor_what_it_has_alone(kind):
+    """
+    Prompts of several lengths at once, two samples of each, on beyond the context: the tokens that the model draws
+    without a cache, and with the compiled step the bits of the logits that each has in an engine of its own.
+    """
+    n_preempted = n_found = 0
     for seed in range(sizes(1, 8)):
-        model, chooser, n_new = f32(seed, block_size=10, **kind), random.Random(seed), sizes(13, 24)
-        prompts = [[chooser.randrange(29) for _ in range(n)] for n in (1, 9, 10, 11, chooser.randint(2, 8))]
-        hows = [chooser.choice(HOWS) for _ in prompts]
-        expected = [uncached(model, prompt, n_new, seed=10 * i + j, **how)
-                    for i, (prompt, how) in enumerate(zip(prompts, hows)) for j in range(2)]
-        for make in (EagerExecutor, partial(CPUExecutor, threads=1)):
+        model, chooser, n_new = model_of(kind, seed, block_size=10), random.Random(seed), sizes(13, 24)
+        jobs = [([*range(n_shared), *(chooser.randrange(29) for _ in range(n))], chooser.choice(HOWS))
+                for n_shared, n in ((0, 1), (8, 1), (8, 2), (8, 3), (5, chooser.randint(1, 4)))]
+        single = [(prompt, n_new, how | dict(seed=10 * i + j, logprobs=True))
+                  for i, (prompt, how) in enumerate(jobs) for j in range(2)]
+        expected = [text_alone(model, prompt, n, **how) for prompt, n, how in single]
+        for make in MAKE:
+            executor, alone = make(model), Engine(model, make(model))
+            given_alone = [each for request in single for each in given(alone, [request])]
             for name, pool in pools_of(model.config).items():
-                engine = Engine(model, make(model), pool, budget=chooser.choice([3, 20, 100]))
-                sequences = [s for i, (prompt, how) in enumerate(zip(prompts, hows))
-                             for s in engine.add(prompt, n_new, 2, 10 * i, **how)]
-                while not engine.is_idle:
-                    engine.step()
-                assert [s.tokens for s in sequences] == expected, (seed, name, engine.executor.name)
+                engine = Engine(model, executor, pool, budget=chooser.choice([3, 20, 100]))
+                got = given(engine, [(prompt, n, how | dict(n=2)) for prompt, n, how in single[::2]])
+                assert make is EagerExecutor or got == given_alone, (seed, name, executor.name)
+                assert make is MAKE[2] or [tokens for tokens, *_ in got] == expected, (seed, name, executor.name)
                 assert pool.n_free * pool.page_size == pool.n_slots
-        engine = Engine(model, UncachedExecutor(model), NoPool())
-        assert engine.generate(prompts, n_new, 2, temperature=0) == [
-            text for prompt in prompts for text in [uncached(model, prompt, n_new, temperature=0)] * 2]
+                n_preempted, n_found = n_preempted + engine.scheduler.n_preempted, n_found + engine.scheduler.n_found
+        prompts = [prompt for prompt, _ in jobs]
+        assert Engine(model, UncachedExecutor(model), NoPool()).generate(prompts, n_new, temperature=0) == [
+            text_alone(model, prompt, n_new, temperature=0) for prompt in prompts]
+    assert n_preempted and n_found
 
 
 def test_sequences_side_by_side_whose_lengths_differ(capsys):
     """The longer one is not read beyond the last slot, in the place of the shorter one."""
-    model = f32(0, block_size=40, position='rope')
+    model = model_of('rope')
     prompts = [list(range(20)), list(range(9))]
     expected = [Engine(model).generate([prompt], 6, temperature=0)[0] for prompt in prompts]
     for pool in (PagePool(3, 16), CellPool(model.config, 2, 20)):
@@ -90,49 +82,11 @@ def test_sequences_side_by_side_whose_lengths_differ(capsys):
     assert not capsys.readouterr().err, "no step has failed"
 
 
-def test_what_runs_beside_a_text_changes_no_bit_of_its_logits():
-    """Random pools, budgets and preemptions on the compiled step; the logits are compared for equality."""
-    n_preempted = n_found = 0
-    for seed in range(sizes(6, 60)):
-        chooser = random.Random(seed)
-        model = f32(seed % 3, block_size=64, **KINDS[seed % len(KINDS)])
-        executor = CPUExecutor(model, chooser.choice(['float32', 'int8']), 1)
-        alone = Engine(model, CPUExecutor(model, executor.weights, 1), default_pool(model.config))
-        page_size = chooser.choice([1, 4, 8])
-        pool = PagePool(chooser.randint(40, 60) // page_size + 4, page_size, model.config.window, model.config.n_sink)
-        engine, shared = Engine(model, executor, pool, chooser.choice([3, 16, 100])), [1, 2, 3, 4, 5, 6, 7, 8, 9]
-        jobs = [(shared[:chooser.choice([0, 8, 9])] + [chooser.randrange(29) for _ in range(chooser.randint(1, 5))],
-                 chooser.randint(1, 25), chooser.choice(HOWS)) for _ in range(12)]
-        got = {}
-        for i, (prompt, n, how) in enumerate(jobs):
-            s, = engine.add(prompt, n, 1, i, logprobs=True, **how)
-            got[s] = []
-            for _ in range(chooser.choice([0, 1, 3])):
-                collect(engine, got)
-        while not engine.is_idle:
-            collect(engine, got)
-        n_preempted, n_found = n_preempted + engine.scheduler.n_preempted, n_found + engine.scheduler.n_found
-        assert pool.n_free == pool.n_pages
-        for (s, logits), (i, (prompt, n, how)) in zip(got.items(), enumerate(jobs)):
-            of_one = {alone.add(prompt, n, 1, i, logprobs=True, **how)[0]: []}
-            while not alone.is_idle:
-                collect(alone, of_one)
-            (other, expected), = of_one.items()
-            assert s.tokens == other.tokens and torch.equal(torch.cat(logits), torch.cat(expected)), (seed, i)
-    assert n_preempted and n_found
-
-
-def collect(engine, got):
-    for s, drawn in engine.step():
-        if drawn and drawn.tokens:
-            got[s].append(drawn.logits[len(drawn.logits) - len(drawn.tokens):])
-
-
-@pytest.mark.parametrize('kind', KINDS[:4], ids=str)
+@pytest.mark.parametrize('kind', KINDS[:4])
 @pytest.mark.parametrize('keep, n_keep', [(None, 0), (5, 0), (3, 4), (1, 15)])
 def test_a_full_context_is_shifted(kind, keep, n_keep):
     """The kept tokens are computed again at positions 0, 1, ...: a judge that knows nothing of slots."""
-    model = f32(2, block_size=16, **kind)
+    model = model_of(kind, 2, block_size=16)
     for n_prompt in (1, 7, 16, 20):
         prompt = [(7 * i) % 29 for i in range(n_prompt)]
         kept = min(n_keep, n_prompt)
@@ -144,7 +98,7 @@ def test_a_full_context_is_shifted(kind, keep, n_keep):
             token = int(model(torch.tensor([context]), use_cache=False)[0].argmax())
             text.append(token)
             context.append(token)
-        for make in (EagerExecutor, partial(CPUExecutor, threads=1)):
+        for make in MAKE[:2]:
             engine = Engine(model, make(model), pool_for(model.config, 1, 16))
             assert engine.generate([prompt], 40, when_full='shift', keep=keep, n_keep=n_keep, temperature=0) == [text]
 
@@ -167,30 +121,26 @@ def test_stream_gives_tokens_as_they_come_and_computes_no_more():
 
 
 @pytest.mark.parametrize('error', [FloatingPointError, Refused])
-def test_a_step_that_fails_ends_only_the_sequence_that_fails_alone(error, capsys):
-    """Halves, then one by one; the others have the tokens that they have without the one that fails."""
-    model = toy_model(block_size=64)
-    prompts = [[i, i + 1, i] for i in range(7)]
-    expected = Engine(model, ToyExecutor(model), default_pool(model.config, 99, 4)).generate(prompts, 12, seed=3)
-    for bad in range(7):
-        executor, tried = ToyExecutor(model), []
+def test_a_step_that_fails_is_tried_in_halves_then_one_by_one(error, capsys):
+    """That the others end as without the one that fails: test_engine_machine.py."""
+    model, prompts, tried = toy_model(block_size=64), [[i, i + 1, i] for i in range(7)], []
+    executor = ToyExecutor(model)
+    engine = Engine(model, executor, default_pool(model.config, 99, 4))
 
-        def fails(texts, tried=tried, bad=bad):
-            tried.append(len(texts))
-            if any(text[:3] == prompts[bad] for text in texts):
-                raise error("this one")
-        engine, executor.fails = Engine(model, executor, default_pool(model.config, 99, 4)), fails
-        sequences = [engine.add(prompt, 12, 1, 3 + i)[0] for i, prompt in enumerate(prompts)]
-        while not engine.is_idle:
-            engine.step()
-        assert [s.tokens for i, s in enumerate(sequences) if i != bad] == [
-            text for i, text in enumerate(expected) if i != bad]
-        assert sequences[bad].ended == 'error' and isinstance(sequences[bad].error, error)
-        assert tried[0] == 7 and {s.ended for i, s in enumerate(sequences) if i != bad} == {'length'}
-        assert sum(n > 1 for n in tried[:3]) <= 3 and engine.pool.n_free == 99
-    with pytest.raises(error, match='this one'):
-        engine.generate([prompts[bad]], 5)
+    def fails(texts):
+        tried.append(len(texts))
+        if any(text[:3] == prompts[5] for text in texts):
+            raise error("this one")
+    executor.fails = fails
+    sequences = [engine.add(prompt, 12)[0] for prompt in prompts]
+    while not engine.is_idle:
+        engine.step()
+    assert tried[:7] == [7, 4, 3, 1, 1, 1, 6]
+    assert [s.ended for s in sequences] == ['length'] * 5 + ['error', 'length']
+    assert type(sequences[5].error) is error and engine.pool.n_free == 99
     assert 'a call of 7 sequences failed' in capsys.readouterr().err
+    with pytest.raises(error, match='this one'):
+        engine.generate([prompts[5]], 5)
 
 
 @pytest.mark.parametrize('error', [Refused, KeyboardInterrupt])
@@ -219,12 +169,12 @@ def test_copies_of_a_step_that_was_not_made_are_made_again(error, capsys):
         assert capsys.readouterr().err.count('failed') == (error is Refused and at > 0)
 
 
-@pytest.mark.parametrize('make', [EagerExecutor, partial(CPUExecutor, threads=1)])
+@pytest.mark.parametrize('make', MAKE[:2])
 def test_broken_weights_end_a_run_and_mended_ones_go_on(make, capsys):
     """A NaN in stored keys is gone with the reset: a mask does not hide it."""
-    model, prompts = f32(0, block_size=32), [[1, 2, 3], [4] * 9]  # side by side, PyTorch reads as much of both
+    model, prompts = model_of('learned'), [[1, 2, 3], [4] * 9]  # side by side, PyTorch reads as much of both
     expected = Engine(model, make(model)).generate(prompts, 10)
-    engine, p = Engine(model, make(model), pool_for(model.config, 2, 32)), model.transformer.h[1].attn.c_attn.weight
+    engine, p = Engine(model, make(model), pool_for(model.config, 2, 40)), model.transformer.h[1].attn.c_attn.weight
     before = p.detach().clone()
     with torch.no_grad():
         p.fill_(float('inf'))
@@ -236,36 +186,27 @@ def test_broken_weights_end_a_run_and_mended_ones_go_on(make, capsys):
     assert engine.generate(prompts, 10) == expected and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize('make', [EagerExecutor, partial(CPUExecutor, threads=1), partial(CPUExecutor, weights='int8')])
+@pytest.mark.parametrize('make', MAKE)
 def test_changed_weights_are_noticed_when_a_sequence_is_added(make):
-    model = f32(0, block_size=64)
+    model = model_of('learned', block_size=64)
+    with torch.inference_mode():  # torch counts no changes of such a weight, and it hides none of another
+        model.transformer.ln_f.weight = torch.nn.Parameter(torch.ones(48), requires_grad=False)
     engine = Engine(model, make(model))
     first = engine.generate([[1] * 20], 10)
     s, = engine.add([1] * 20, 10)
     engine.longest_call = 0
     engine.step()
     with torch.no_grad():
-        for p in model.parameters():
+        for p in (p for p in model.parameters() if not p.is_inference()):
             p.add_(0.1 * torch.randn_like(p))
     second = Engine(model, make(model)).generate([[1] * 20], 10)
     assert engine.generate([[1] * 20], 10) == second != first
     assert s.ended == 'length' and len(s.tokens) == 30
 
 
-def test_a_weight_made_in_inference_mode_hides_no_change_of_another():
-    """Torch counts no changes of it."""
-    with torch.inference_mode():
-        uncounted = torch.ones(2)
-    tables = [dict(uncounted=uncounted, counted=torch.ones(2))]
-    before = weights_of(tables)
-    assert weights_of(tables) == before
-    tables[0]['counted'].add_(1)
-    assert weights_of(tables) != before
-
-
 def test_ctrl_c_comes_between_two_calls_of_the_compiled_step():
     """A real signal, at many moments; the engine goes on, with the same tokens."""
-    model = f32(0, block_size=256)
+    model = model_of('learned', block_size=256)
     engine = Engine(model, CPUExecutor(model, threads=1))
     expected = engine.generate([[1, 2, 3]], 200)
     for moment in range(20):
@@ -312,7 +253,7 @@ def test_another_thread_and_a_forked_child_are_told_so():
     (dict(when_full='roll'), "when_full must be crop or shift"), (dict(keep=3), "when_full='shift'"),
     (dict(when_full='shift', keep=33), 'must fit in 32'), (dict(when_full='shift', n_keep=32), 'must fit in 32')])
 def test_what_makes_no_sense_is_refused(wrong, words):
-    model = f32(0, block_size=32)
+    model = model_of('learned', block_size=32)
     engine = Engine(model, EagerExecutor(model), default_pool(model.config, 6, 4))
     with pytest.raises(ValueError, match=words):
         engine.add(**(dict(prompt=[1] * 32 if 'n_keep' in wrong else [1], max_new_tokens=2) | wrong))
@@ -332,14 +273,14 @@ def test_constrained_sequences_beside_others(speculate, monkeypatch):
         if len(interrupts) < 2 and len(drawn) == 2 + 3 * len(interrupts):
             interrupts.append(drawn[-1])
             raise KeyboardInterrupt
-    model = f32(block_size=60)
+    model = model_of('learned', block_size=60)
     prompts = [[1, 2, 3], [4], list(range(9))]
     hows = [how | dict(stop_ids=[20, 21]) for how in (dict(), dict(temperature=0.0), dict(top_k=5, min_tokens=6),
                                                    dict(top_p=0.7, frequency_penalty=1.0), dict(logprobs=True))]
     requests = [(prompt, 30, how | dict(seed=i, constraint=constraint))
                 for i, how in enumerate(hows) for prompt in prompts
                 for constraint in (None, ToyConstraint(29, 25), ToyConstraint(29, 7, fails=fails))]
-    expected = [uncached(model, prompt, n, **{k: v for k, v in how.items() if k != 'logprobs'})
+    expected = [text_alone(model, prompt, n, **how)
                 for prompt, n, how in requests]
     executor = decode.best(model, 1, threads=1, speculate=speculate)
     for n_pages in (999, 40):

@@ -1,7 +1,7 @@
 """
 Random requests, samples, steps, aborts, failures and new weights against the engine and its thread on the toy executor,
-with tiny pools. Each token is compared with the one that its sample draws alone, computed without a cache, when it is
-delivered.
+with tiny pools of pages and of cells. Each token is compared with the one that its sample draws alone, computed without
+a cache, when it is delivered.
 """
 import contextlib
 import io
@@ -27,6 +27,7 @@ from toy_executor import (
 )
 
 from decode.draw import DrawSettings, draw, log_probabilities
+from kvcache.llamacpp.pool import CellPool
 from serving import engine_thread
 from serving.request import chunk_interval
 from tokenizer import TextStream
@@ -37,13 +38,13 @@ BYTES = [bytes([byte]) for byte in b'abcdefgh'] + [b'\xe2\x82', b'\xac', b'ab', 
 
 class Toy(ToyExecutor):
     """
-    Nobody draws the bad token; a call that has it fails. events: {number of a step: what happens in it}. n_failed: how
-    many calls have failed, since the test set it to 0.
+    Nobody draws the bad token; a call that has it fails. events: {number of a step: what happens in it}. n_asked: how
+    many calls have failed because the test asked for it.
     """
 
     def __init__(self, model):
         super().__init__(model)
-        self.events, self.n_calls, self.fails, self.broken, self.n_failed = {}, 0, self.fail, False, 0
+        self.events, self.n_calls, self.fails, self.broken, self.n_asked = {}, 0, self.fail, False, 0
 
     def soon(self, n, event):
         """This happens in one of the next steps; n = 0 is the very next one."""
@@ -53,20 +54,19 @@ class Toy(ToyExecutor):
         """Without an error, the next logits are not numbers."""
         self.broken = error is None
         if error:
-            self.n_failed += 1
+            self.n_asked += 1
             raise error("this call fails because the test asks for it")
 
     def fail(self, texts):
         self.n_calls += 1
         self.events.pop(self.n_calls - 1, bool)()
         if any(BAD in text for text in texts):
-            self.n_failed += 1
             raise FloatingPointError("a bad token")
 
     def checked(self, logits):
         logits[:, BAD] = -1000
         if self.broken:
-            logits, self.broken, self.n_failed = logits * np.nan, False, self.n_failed + 1
+            logits, self.broken, self.n_asked = logits * np.nan, False, self.n_asked + 1
         return super().checked(logits)
 
 
@@ -119,7 +119,7 @@ class Client:
                 mine.append(token)
             self.texts[output.index] += output.text
             self.ended[output.index] = output.finish_reason
-            assert output.finish_reason != 'error' or BAD in r.prompt or self.executor.n_failed
+            assert output.finish_reason != 'error' or BAD in r.prompt or self.executor.n_asked
             if first and i == 0 and output.finish_reason not in ('error', 'abort'):
                 assert output.n_cached is not None and output.n_cached < len(r.prompt) or r.max_tokens == 0
                 assert r.max_tokens == 0 or (output.prompt_logprobs is not None) == r.prompt_logprobs
@@ -158,14 +158,18 @@ class Client:
 class EngineMachine(RuleBasedStateMachine):
     @initialize(n_pages=st.integers(5, 14), page_size=st.sampled_from([1, 2, 4, 8]), budget=st.integers(1, 12),
                 how=st.sampled_from([dict(), dict(), dict(window=4, n_sink=2, position='rope'),
-                                     dict(window=2, position='alibi')]))
-    def begin(self, n_pages, page_size, budget, how):
+                                     dict(window=2, position='alibi')]),
+                cells=st.sampled_from([None, None, 'unified', 'streams']))
+    def begin(self, n_pages, page_size, budget, how, cells):
         self.model = toy_model(block_size=24, vocab_size=V, **how)
         n_pages = n_pages * 4 // page_size if not how else n_pages + 12 // page_size
         self.executor, self.clients, self.n = Toy(self.model), {}, 0
-        self.thread = thread_of(self.model, self.executor, BYTES, (EOS,), n_pages, page_size, budget)
-        self.engine = self.thread.engine
-        self.pool = self.executor.pool = self.engine.pool
+        pool = cells and CellPool(self.model.config, 3, 12 if cells == 'unified' else 24, cells == 'unified')
+        if pool:
+            pool.references, pool.prefix_of = [], []  # the server counts pages
+        self.thread = thread_of(self.model, self.executor, BYTES, (EOS,), n_pages, page_size, budget, pool=pool)
+        self.engine, self.pool = self.thread.engine, self.thread.engine.pool
+        self.executor.pool = None if cells else self.pool
         engine_thread.chunk_interval = lambda n_streams: 1e9  # nothing depends on time
 
     @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14), max_tokens=st.integers(0, 12),
@@ -181,7 +185,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.n += 1
         request = request_of(str(self.n), prompt + [BAD] * bad, max_tokens, seed, n, stop=stop, cache_salt=salt, **how)
         n_tokens = len(request.prompt) + max_tokens
-        if n_tokens <= min(self.model.config.max_positions, self.pool.n_slots):  # as `served.n_new_tokens` lets in
+        most = self.pool.n_pages * self.pool.page_size
+        if n_tokens <= min(self.model.config.max_positions, most):  # as `served.n_new_tokens` lets in
             self.clients[request.id] = Client(self.executor, request, breaks_after)
             self.thread.submit(request)
 
@@ -237,17 +242,14 @@ class EngineMachine(RuleBasedStateMachine):
         scheduler, pool = self.engine.scheduler, self.pool
         if self.engine.unfinished:  # an interrupt: the next step begins with a reset
             return
-        tables = [page for s in scheduler.running for page in s.table if page is not None]
-        assert pool.references == [tables.count(page) for page in range(pool.n_pages)]
-        assert set(pool.free_pages) == {page for page, n in enumerate(pool.references) if n == 0}
         assert scheduler.running == sorted(scheduler.running) and sorted(scheduler.waiting) == [*scheduler.waiting]
         assert all(s.n_computed == 0 for s in scheduler.waiting)
-        slots = self.executor.slots.view(pool.n_pages, pool.page_size, -1)
+        live = {s for of in self.thread.live.values() for s in of.sequences if not s.ended}
+        assert {*scheduler.running, *scheduler.waiting} <= live
+        slots = self.executor.slots.view(-1, pool.page_size, self.executor.slots.size(-1))
         for page, prefix in enumerate(pool.prefix_of):  # what can be found has been computed
             if prefix is not None:
                 assert slots[page, :, TOKEN].tolist() == list(prefix.tokens)
-        live = {s for of in self.thread.live.values() for s in of.sequences if not s.ended}
-        assert {*scheduler.running, *scheduler.waiting} <= live
 
     def teardown(self):
         if not hasattr(self, 'engine'):
@@ -261,7 +263,7 @@ class EngineMachine(RuleBasedStateMachine):
                     break
                 self.whole()
             assert not ran and not self.thread.live and not self.engine.scheduler.running
-            assert self.pool.n_free == self.pool.n_pages
+            assert self.pool.n_free == self.pool.n_slots // self.pool.page_size
             assert all(client.broken or all(client.ended) for client in self.clients.values())
         finally:
             engine_thread.chunk_interval = chunk_interval

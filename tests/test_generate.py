@@ -7,21 +7,25 @@ import plain_gpt
 import pytest
 import torch
 from conftest import sizes
-from example_models import f32
 from tiny_models import MODELS, VOCAB, model_of
 
 from decode.draw import DrawSettings, draw
 from model import GPT, GPTConfig, LayerKVCache, sample_token
 
 
+def nano(seed=0, **how):
+    """A model as nanoGPT has them."""
+    return model_of('learned', seed, block_size=16, **how)
+
+
 @pytest.mark.parametrize('use_cache', [False, True])
 @pytest.mark.parametrize('temperature, top_k', [(1.0, None), (0.8, 5), (1.3, 200), (0, None)])
 def test_same_seed_same_tokens_as_nanogpt(use_cache, temperature, top_k):
     for seed in sizes((0, 4, 5, 7), range(8)):
-        model = f32(seed)
+        model = nano(seed)
         idx = torch.randint(29, (2, 1 + 3 * seed))  # 1 to 22: on both sides of block_size 16
         torch.manual_seed(seed)
-        theirs = plain_gpt.generate(model.state_dict(), 2, 16, idx, 30, temperature, top_k)
+        theirs = plain_gpt.generate(model, idx, 30, temperature, top_k)
         torch.manual_seed(seed)
         assert torch.equal(model.generate(idx, 30, temperature, top_k, use_cache=use_cache), theirs), seed
 
@@ -42,7 +46,7 @@ def test_every_kind_of_model_past_its_context_or_without_end(kind):
 
 def test_what_each_token_costs():
     """A prefill, then one token a step, and none after the last; past the context a whole window, or one for ever."""
-    model, fed = f32(11), []
+    model, fed = nano(11), []
     model.register_forward_pre_hook(lambda m, args: fed.append(args[0].shape[1]))
     model.generate(torch.randint(29, (2, 4)), 20, use_cache=True)
     assert fed == [4] + [1] * 12 + [16] * 7
@@ -61,7 +65,7 @@ def test_one_cache_a_layer_nothing_holds_it_afterwards_and_training_makes_none(m
         made.extend([weakref.ref(cache.k_cache), weakref.ref(cache.v_cache)])
         return cache
     monkeypatch.setattr(LayerKVCache, 'empty_like', recorded)
-    model, idx = f32(5), torch.randint(29, (1, 4))
+    model, idx = nano(5), torch.randint(29, (1, 4))
     model.train()(idx, idx)
     assert not made
     model.generate(idx, 50, use_cache=True)
@@ -70,16 +74,16 @@ def test_one_cache_a_layer_nothing_holds_it_afterwards_and_training_makes_none(m
 
 
 def test_a_generator_of_ones_own_leaves_the_global_one_alone():
-    model, idx = f32(6), torch.randint(29, (2, 6))
+    model, idx = nano(6), torch.randint(29, (2, 6))
     torch.manual_seed(7)
     expected, state = model.generate(idx, 20), torch.get_rng_state()
     got = model.generate(idx, 20, use_cache=True, generator=torch.Generator().manual_seed(7))
     assert torch.equal(got, expected) and torch.equal(torch.get_rng_state(), state)
 
 
-def test_another_draw_and_what_a_step_sees(monkeypatch):
-    """draw: of the engine, for example."""
-    model, idx, numbers = f32(7), torch.randint(29, (2, 6)), []
+def test_another_draw():
+    """Of the engine, for example."""
+    model, idx, numbers = nano(7), torch.randint(29, (2, 6)), []
     hows, state = [DrawSettings(29, seed, temperature=0.7, top_k=9) for seed in (3, 4)], torch.get_rng_state()
 
     def of_engine(logits, number):
@@ -91,19 +95,11 @@ def test_another_draw_and_what_a_step_sees(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
     alone = model.generate(idx[1:], 25, draw=lambda logits, number: draw(logits, hows[1:], [number])[:, None])
     assert torch.equal(alone, cached[1:])
-    fed, own = [], model.step
-
-    def step(idx, kv_cache, use_cache):
-        fed.append((tuple(idx.shape), kv_cache is None))
-        return own(idx, kv_cache, use_cache)
-    monkeypatch.setattr(model, 'step', step)
-    model.generate(idx, 20, 0, use_cache=True)
-    assert fed == [((2, 6), True)] + [((2, 1), False)] * 10 + [((2, 16), False)] * 9
 
 
 def test_modes_gradients_and_dropout():
     """It sees to eval mode itself, and leaves all as it was, also after an error. Its tokens can be trained on."""
-    model, idx = f32(10, dropout=0.5), torch.randint(29, (2, 5))
+    model, idx = nano(10, dropout=0.5), torch.randint(29, (2, 5))
     model.train()
     model.transformer.h[0].eval()
     modes = [m.training for m in model.modules()]
@@ -134,14 +130,14 @@ def test_the_smallest_window_there_is():
     dict(top_p=0.0), dict(top_p=1.1), dict(max_new_tokens=-1)], ids=str)
 def test_what_cannot_be_generated_is_refused_at_the_call(bad):
     with pytest.raises(ValueError):
-        f32(9).generate(**dict(idx=torch.zeros(1, 3, dtype=torch.long), max_new_tokens=5) | bad)
+        nano(9).generate(**dict(idx=torch.zeros(1, 3, dtype=torch.long), max_new_tokens=5) | bad)
 
 
 @pytest.mark.parametrize('use_cache', [False, True])
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 def test_logits_that_are_not_numbers_are_refused(use_cache, temperature):
     for value, spot in itertools.product((float('inf'), float('nan')), ('ln_f.bias', 'wpe.weight')):
-        model = f32(0)
+        model = nano(0)
         model.transformer.get_parameter(spot).data[-1] = value
         with pytest.raises(ValueError, match='not numbers'):
             model.generate(torch.randint(29, (2, 5)), 13, temperature=temperature, use_cache=use_cache)

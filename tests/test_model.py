@@ -1,10 +1,11 @@
-"""model.py against the judge, without its cache: logits, gradients, and which settings make no GPT."""
+"""model.py and positions.py without a cache: logits and gradients are the judge's; which settings make no GPT."""
 import plain_gpt
 import pytest
 import torch
 from tiny_models import MODELS, VOCAB, model_of
 
 from model import GPT, GPTConfig
+from positions import Positions, alibi_slopes
 
 
 def tiny(seed=0, **changes):
@@ -17,19 +18,17 @@ def tiny(seed=0, **changes):
 @pytest.mark.parametrize('bias', [True, False])
 def test_logits_and_gradients_are_the_judges(kind, bias):
     model = model_of(kind, 0, torch.float64, bias=bias)
-    idx, targets, c = torch.randint(VOCAB, (3, 30)), torch.randint(VOCAB, (3, 30)), model.config
+    idx, targets = torch.randint(VOCAB, (2, 3, 30))
     targets[0, 3] = -1
     logits, loss, kv_cache = model.train()(idx, targets)
     assert kv_cache is None
     loss.backward()
     weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    if c.tied:
+    if model.config.tied:
         weights['lm_head.weight'] = weights['transformer.wte.weight']
     for w in weights.values():
         w.requires_grad_()
-    rope = (c.rope_theta, c.rope_scaling) if c.rope_scaling else (c.rope_theta,)
-    plain = plain_gpt.logits(weights, c.n_head, idx, c.position, c.n_kv_head, c.window, c.n_sink, rope, c.gelu,
-                             c.norm == 'rms', c.norm_eps)
+    plain = plain_gpt.plain(model, idx, weights)
     torch.testing.assert_close(logits, plain, rtol=1e-10, atol=1e-10)
     keep = targets.flatten() != -1
     plain_loss = -plain.flatten(0, 1)[keep].log_softmax(-1).gather(1, targets.flatten()[keep][:, None]).mean()
@@ -77,14 +76,6 @@ def test_the_cache_is_a_named_tuple_of_the_documented_shape():
         assert not k_cache[:, :, 5:].any() and not v_cache[:, :, 5:].any()
 
 
-def test_hidden_states_are_what_lm_head_reads():
-    model, idx = tiny().eval(), torch.randint(31, (2, 9))
-    x, kv_cache = model.hidden_states(idx, torch.arange(9))
-    assert x.shape == (2, 9, 16) and kv_cache is None
-    torch.testing.assert_close(model.lm_head(x), model(idx, idx)[0])
-    torch.testing.assert_close(model.lm_head(x[:, -1:]), model(idx)[0])
-
-
 def test_a_training_step_saves_no_more_for_backward_than_without_cache_code():
     model, idx = tiny().train(), torch.randint(31, (3, 11))
 
@@ -109,3 +100,22 @@ def test_a_training_step_saves_no_more_for_backward_than_without_cache_code():
         logits = model.lm_head(model.transformer.ln_f(x)).view(-1, 31)
         torch.nn.functional.cross_entropy(logits, idx.view(-1), ignore_index=-1)
     assert saved_bytes(lambda: model(idx, idx)) <= saved_bytes(without_cache_code)
+
+
+@pytest.mark.parametrize('dtype, most', [(torch.float32, 8e-6), (torch.bfloat16, 8e-2)])
+def test_scores_of_rotary_positions_depend_on_the_distance_alone(dtype, most):
+    """At position 1,000,000 too, where angles in float32 or bfloat16 would be off."""
+    config = GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=1, n_embd=64, position='rope', window=8)
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 64)
+
+    def score(t, j, dtype):
+        q_t, k_j = (Positions(config, torch.tensor([p]), dtype).rotated(x.to(dtype)) for p, x in ((t, q), (j, k)))
+        return float((q_t.double() * k_j.double()).sum()) / 8
+    assert abs(score(1_000_005, 1_000_000, dtype) - score(5, 0, torch.float64)) < most
+
+
+def test_alibi_slopes():
+    assert alibi_slopes(8).tolist() == [2.0 ** -i for i in range(1, 9)]  # the paper's example
+    for n_head in range(1, 33):
+        assert alibi_slopes(n_head).tolist() == pytest.approx(plain_gpt.alibi_slopes(n_head), rel=1e-12), n_head

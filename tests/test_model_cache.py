@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import sizes
-from example_models import f32, large
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_gpt import plain
@@ -84,7 +83,7 @@ def test_slots_that_are_not_the_texts_are_never_read(kind):
 
 
 def test_it_works_in_place_rewinding_is_free_and_a_branch_needs_a_clone():
-    model, idx = large(9), torch.randint(29, (1, 10))
+    model, idx = model_of('learned', 9, torch.float64), torch.randint(29, (1, 10))
     left, right = torch.tensor([[3, 4]]), torch.tensor([[20, 21]])
     alone, cache = model(torch.cat([idx, left], 1))[0], model(idx)[2]
     branch = [layer.clone() for layer in cache]
@@ -125,8 +124,9 @@ def test_a_sliding_cache_is_a_banded_mask_and_not_recomputation(position):
     """
     window, idx = 8, torch.randint(29, (1, 20), generator=torch.Generator().manual_seed(0))
     for n_layer in (1, 2, 4):
-        model = large(0, position=position, n_layer=n_layer)
+        model = model_of(position, 0, torch.float64, n_layer=n_layer)
         sliding = model.with_window(window)
+        assert sliding.lm_head is model.lm_head and not model.config.window, "the weights are shared, the settings not"
         slid = in_chunks(sliding, idx, [1] * 20)[0][:, -1:]
         to_anew = (slid - plain(model, idx[:, -window:])[:, -1:]).abs().max().item()
         to_banded = (slid - plain(sliding, idx)[:, -1:]).abs().max().item()
@@ -143,7 +143,7 @@ IDX = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 def test_integers_of_any_dtype_are_the_same_tokens_and_positions(dtype):
-    model, idx = f32(block_size=300), IDX.to(dtype)
+    model, idx = model_of('learned', block_size=300), IDX.to(dtype)
     assert torch.equal(model(idx)[0], model(IDX)[0]) and torch.equal(model(idx, use_cache=False)[0], model(IDX)[0])
     assert torch.equal(model(idx, idx)[0], model(IDX, IDX)[0]) and model(idx, idx)[1] == model(IDX, IDX)[1]
     for use_cache in (False, True):
@@ -163,7 +163,7 @@ def test_integers_of_any_dtype_are_the_same_tokens_and_positions(dtype):
     IDX.float(), IDX.half(), IDX.bool(), IDX.to(torch.complex64), IDX.tolist(), IDX.numpy(), None, 'text', 3],
     ids=lambda x: str(getattr(x, 'dtype', type(x).__name__)))
 def test_other_tokens_are_refused_in_words(wrong):
-    model, asked = f32(), []
+    model, asked = model_of('learned', block_size=16), []
     cache = model(IDX)[2]
     asked += [lambda: model(wrong), lambda: model(wrong, IDX), lambda: model(wrong, kv_cache=cache),
               lambda: model(wrong, use_cache=False), lambda: model.generate(wrong, 3)]
@@ -205,7 +205,7 @@ MISFITS |= {f'cache_pos {pos}': ('cache_pos', replaced(pos, pos), IDX[:, :3]) fo
 
 @pytest.mark.parametrize('misfit', MISFITS)
 def test_what_does_not_fit_a_cache_is_refused_and_nothing_is_written(misfit):
-    model = f32()
+    model = model_of('learned', block_size=16)
     cache, (message, change, idx) = model(torch.randint(29, (2, 5)))[2], MISFITS[misfit]
     before = [layer.clone() for layer in cache]
     with pytest.raises(ValueError, match=message):
@@ -219,7 +219,7 @@ def test_what_does_not_fit_a_cache_is_refused_and_nothing_is_written(misfit):
 
 @pytest.mark.parametrize('context', ['inference_mode', 'autocast', 'float64', 'bfloat16'])
 def test_caches_take_the_dtype_of_the_keys(context):
-    model, idx = f32(), torch.randint(29, (2, 7))
+    model, idx = model_of('learned', block_size=16), torch.randint(29, (2, 7))
     dtype = {'float64': torch.float64, 'inference_mode': torch.float32}.get(context, torch.bfloat16)
     if context in ('float64', 'bfloat16'):
         model = model.to(dtype)
@@ -237,5 +237,5 @@ def test_caches_take_the_dtype_of_the_keys(context):
 
 
 def test_an_empty_batch():
-    logits, _, cache = f32()(torch.zeros(0, 3, dtype=torch.int64))
+    logits, _, cache = model_of('learned', block_size=16)(torch.zeros(0, 3, dtype=torch.int64))
     assert logits.shape == (0, 1, 29) and len(cache) == 2 and np.prod(cache[0].k_cache.shape) == 0

@@ -87,11 +87,29 @@ class PoolMachine(RuleBasedStateMachine):
           salt=st.sampled_from(['', '', 'a']), shifts=st.booleans())
     def begin(self, shared, own, salt, shifts):
         how = dict(n_keep=1, keep=10) if shifts and not self.config.window else {}
-        s, size = new([*range(shared), *own], self.config, salt, **how), self.pool.page_size
-        n_found = self.pool.begin(s, s.tokens if s.whole else (), salt)
-        assert n_found == s.n_computed < len(s.tokens) and n_found % size == 0
-        assert not n_found or isinstance(self.pool, PagePool)
+        s = new([*range(shared), *own], self.config, salt, **how)
+        most = self.most_that_can_be_found(s.tokens, salt) if s.whole else 0
+        assert self.pool.begin(s, s.tokens if s.whole else (), salt) == s.n_computed == most
         self.sequences.append(s)
+
+    def remembered(self):
+        """{page: (salt, the tokens up to its end)} of those that can be found."""
+        found = {}
+        for prefix, page in getattr(self.pool, 'page_with', {}).items():
+            assert self.pool.prefix_of[page] is prefix
+            parts = []
+            while prefix:
+                parts.insert(0, prefix.tokens)
+                prefix = prefix.parent
+            salt = parts.pop(0)[1] if parts[0][:1] == ('salt',) else ''
+            found[page] = (salt, *sum(parts, ()))
+        return found
+
+    def most_that_can_be_found(self, tokens, salt):
+        """The most tokens, whole pages but not all, behind which all that the next one sees is remembered."""
+        size, texts = self.pool.page_size, {*self.remembered().values()}
+        return max(n for n in range(0, len(tokens), size)
+                   if all((salt, *tokens[:p - p % size + size]) in texts for p in seen(self.config, n)))
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), n=st.integers(1, 4))
@@ -134,7 +152,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def compute(self, batch):
         """The step of (sequence, number of new tokens): copies first, then all read what they see and write."""
-        self.held, written = self.copied(self.pool.take_copies()), []
+        self.held, written = self.copied(self.pool.copies), []
+        self.pool.copies.clear()
         for s, n in batch:
             slots, text = slots_of(s), context(s)
             others = {slot for other in self.sequences if other is not s for slot in slots_of(other).values()}
@@ -143,7 +162,7 @@ class PoolMachine(RuleBasedStateMachine):
             for p in range(s.n_computed, s.n_computed + n):
                 assert slots[p] not in others
                 written.append((slots[p], (s.salt, *text[:p + 1])))
-        assert len({slot for slot, _ in written}) == len(written) and not self.pool.copies
+        assert len({slot for slot, _ in written}) == len(written)
         for slot, text in written:
             self.held[slot] = text
         for s, n in batch:
@@ -225,16 +244,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_remembered_was_computed_from_these_tokens(self):
-        for prefix, page in getattr(self.pool, 'page_with', {}).items():
-            assert self.pool.prefix_of[page] is prefix
-            parts, size = [], self.pool.page_size
-            while prefix:
-                parts.insert(0, prefix.tokens)
-                prefix = prefix.parent
-            salt = parts.pop(0)[1] if parts[0][:1] == ('salt',) else ''
-            text = sum(parts, ())
-            n = len(text) - size
-            assert self.held[page * size:page * size + size] == [(salt, *text[:n + i + 1]) for i in range(size)]
+        size = self.pool.page_size
+        for page, text in self.remembered().items():
+            assert self.held[page * size:page * size + size] == [text[:len(text) - size + i + 1] for i in range(size)]
 
     def teardown(self):
         for s in self.sequences:
@@ -275,10 +287,10 @@ def test_who_has_all_that_it_will_need_does_not_grow():
 
 # pages by hand
 
-def add(pool, tokens, salt=''):
+def add(pool, tokens):
     """A sequence whose tokens are all computed, and how many of them were found."""
-    s = new(tokens, salt=salt)
-    n_found = pool.begin(s, s.tokens, salt)
+    s = new(tokens)
+    n_found = pool.begin(s, s.tokens)
     assert pool.extend(s, len(s.tokens) - n_found)
     pool.computed(s, len(s.tokens) - n_found)
     return s, n_found
@@ -298,7 +310,6 @@ def test_prompts_that_begin_alike_share_full_pages():
         pool.free(s)
     assert pool.references == [0] * 8 and pool.n_free == 8
     assert add(pool, range(10))[1] == 8, "no sequence used the pages, and they were still remembered"
-    assert add(pool, range(10), salt='a')[1] == 0 and add(pool, range(10), salt='a')[1] == 8
 
 
 def test_a_pool_without_room_is_refused():
@@ -336,31 +347,6 @@ def test_the_least_recently_used_prompt_is_evicted_first():
         assert [token for token in (1, 2, 7) if not pool.remembered([token] * 5)[0]] == [evicted]
 
 
-def test_a_window_needs_its_own_pages_of_a_prefix_and_those_of_the_sinks():
-    tokens, pool = list(range(40, 60)), PagePool(12, 2, window=4, n_sink=1)
-    s = new(tokens, CONFIGS['window'])
-    pool.begin(s, tokens)
-    for _ in range(4):
-        assert pool.extend(s, 5)
-        pool.computed(s, 5)
-    assert s.table.count(None) > 4
-    pool.free(s)
-
-    def found(n=20):
-        return pool.remembered(tokens[:n])[0]
-    page_of = {prefix.tokens[0]: page for prefix, page in pool.page_with.items()}  # by the first token in it
-    assert found() == [page_of[40], *[None] * 6, page_of[54], page_of[56]]  # the token at 18 sees 15, 16 and 17
-    assert found(5) == [page_of[40], page_of[42]] and found(3) == [page_of[40]]
-    pool.forget(page_of[48])
-    assert found() == [page_of[40], *[None] * 6, page_of[54], page_of[56]] and len(found(13)) == 4
-    pool.forget(page_of[54])
-    assert len(found()) == 7
-    again = new(tokens, CONFIGS['window'])
-    assert pool.begin(again, tokens) == 14 and again.table == [page_of[40], *[None] * 4, page_of[50], page_of[52]]
-    pool.forget(page_of[40])
-    assert found() == []
-
-
 # cells by hand; which cell a token takes: test_cells_reference.py
 
 @pytest.mark.parametrize('unified', [True, False])
@@ -371,7 +357,7 @@ def test_forks_share_cells_in_one_stream_and_are_copies_in_streams(unified):
     pool.computed(a, 5)
     pool.fork(a, b)
     assert str(pool).startswith('slot' if unified else 'stream 0') and ('ab' in str(pool)) == unified
-    assert pool.take_copies() == ([] if unified else [(0, 10, 5)]) and pool.take_copies() == []
+    assert pool.copies == ([] if unified else [(0, 10, 5)])
     assert pool.n_free == (30 - 7 if unified else 30 - 7 - 5)
     assert pool.extend(b, 2)
     assert slots_of(b) == {p: p + (0 if p < 5 else 2) if unified else p + 10 for p in range(7)}

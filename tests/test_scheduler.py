@@ -52,21 +52,6 @@ def test_uncomputed_pages_are_not_findable():
     finish(engine)
 
 
-def test_cache_hit_after_preemption():
-    """What a preempted sequence had computed is found again as far as nobody needed its pages."""
-    engine = engine_of(n_pages=8)
-    (first,), (second,) = ask(engine, range(4), max_tokens=24), ask(engine, range(9)[::-1], max_tokens=12)
-    while not engine.scheduler.n_preempted:
-        engine.step()
-    assert second in engine.scheduler.waiting and second.n_computed == 0 and second.n_drawn
-    text = second.tokens[:]
-    while second in engine.scheduler.waiting:
-        engine.step()
-    assert second.tokens[:len(text)] == text
-    finish(engine)
-    assert engine.n_computed < len(first.tokens) + len(second.tokens) - 2 + len(text)
-
-
 def test_no_preempt_resume_thrash():
     """A pool for half of the texts: what is computed more than once is a small part, not each text at each step."""
     engine, sequences = engine_of(n_pages=12), []

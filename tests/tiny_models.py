@@ -1,6 +1,8 @@
-"""Tiny models of every kind (positions, grouped heads, windows, sinks, families), and how tokens are drawn."""
+"""Tiny models of every kind (positions, grouped heads, windows, sinks, families), and the tokens that they draw."""
 import torch
+from toy_executor import bitmap, may_follow
 
+from decode.draw import DrawSettings, draw
 from model import GPT, GPTConfig
 
 VOCAB = 29
@@ -26,3 +28,26 @@ def model_of(kind, seed=0, dtype=torch.float32, **how):
         for p in m.parameters():
             p.add_(0.1 * torch.randn_like(p))
     return m.to(dtype)
+
+
+def drawn_alone(model, prompt, n, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), constraint=None, logprobs=False,
+                **how):
+    """
+    The tokens that a model draws behind a prompt, by full passes over a text that is cropped to block_size and by the
+    draw's definition; and the logits (1, vocab_size) of each. constraint: a `ToyConstraint`.
+    """
+    c, tokens, of_tokens = model.config, [], []
+    settings = DrawSettings(c.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **how)
+    while len(tokens) < n and not (tokens and tokens[-1] in settings.stop_ids):
+        text = [*prompt, *tokens] if c.max_positions > c.block_size else [*prompt, *tokens][-c.block_size:]
+        with torch.inference_mode():
+            logits = model(torch.tensor([text]), use_cache=False)[0][0].float()
+        settings.count(tokens)
+        if constraint:
+            allowed = may_follow(tokens, c.vocab_size, constraint.most, settings.stop_ids)
+            settings.allowed = bitmap(allowed, c.vocab_size)
+            if not allowed:
+                break
+        tokens.append(int(draw(logits, [settings], [len(tokens)])))
+        of_tokens.append(logits)
+    return tokens, of_tokens

@@ -122,11 +122,6 @@ class CellPool:
         self.free_numbers.append(sequence.cells)
         sequence.forget()
 
-    def take_copies(self):
-        """The copies that the next step must make first, a list, which is empty then."""
-        copies, self.copies = self.copies, []
-        return copies
-
     def __str__(self):
         """A picture of the cells, see `Cells`."""
         return str(self.streams)
