@@ -72,7 +72,7 @@ def as_int64(name, x):
 def checked_cache_pos(config, device, cache_pos, B, T):
     """
     The position where T new tokens of each of B sequences begin: cache_pos, an int, or an integer tensor (B,) on
-    device, as int64. ValueError if it is something else, negative, or if the tokens do not fit behind it.
+    device, as int64. ValueError if it is something else, negative, or if the tokens do not fit after it.
     """
     smallest, largest = cache_pos, cache_pos
     if isinstance(cache_pos, torch.Tensor):

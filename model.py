@@ -24,7 +24,7 @@ from positions import Positions, visible
 @dataclass
 class GPTConfig:
     """The shape of a GPT. Raises ValueError on a shape that cannot be built."""
-    block_size: int = 1024   # positions in the context window; without `window` so many slots in the cache
+    block_size: int = 1024   # positions of the context; without `window` also the number of slots in the cache
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64 because matmuls like that
     n_layer: int = 12
     n_head: int = 12
@@ -60,7 +60,7 @@ class GPTConfig:
 
     @property
     def max_positions(self):
-        """The largest number of positions: block_size, or without end where no table of positions and no cache ends."""
+        """The largest number of positions: block_size, or infinite with a window and without learned positions."""
         return math.inf if self.window and self.position != 'learned' else self.block_size
 
 
@@ -69,7 +69,7 @@ class LayerKVCache(NamedTuple):
     The cache of one layer. It is a tuple, so kv_cache[0][2] and kv_cache[0].cache_pos are the same.
 
     k_cache, v_cache: (B, n_kv_head, n_slots, head_dim), allocated once and written in place. n_slots is block_size, and
-        position p is in slot p. With a window it is n_sink + 2 * window: the positions behind the sinks take turns in
+        position p is in slot p. With a window it is n_sink + 2 * window: the positions after the sinks take turns in
         a ring of 2 * window slots, so the memory does not grow with the text (see `positions.ring_slots`).
     cache_pos: the number of positions that were appended: an int, or an integer tensor (B,) when the sequences differ
         in length. Slots of later positions are never read.
@@ -97,7 +97,7 @@ class LayerKVCache(NamedTuple):
         n = min(cache_pos + T, n_slots) of the longest sequence; their `Keys`, or None if they are at positions 0, 1,
         ...; and the tuple with cache_pos + T. Raises ValueError, with nothing written, when they do not fit: without a
         window more than n_slots in all, with one more than window + 1 at once. Any object with this method can be the
-        cache of a layer.
+        cache of a layer for `GPT.hidden_states`.
         """
         k_cache, v_cache, start = self
         B, n_slots, T, window = k_cache.size(0), k_cache.size(2), k.size(2), positions.config.window
@@ -317,7 +317,7 @@ class GPT(nn.Module):
     def step(self, idx, kv_cache, use_cache=True):
         """
         One step of `generate`: idx (B, T) -> (logits (B, 1, vocab_size), kv_cache). kv_cache=None begins a cache.
-        Tokens that fill the window leave no room for a next one: they are computed without the cache, which stays.
+        If idx has max_positions tokens, it is computed without a cache, and kv_cache is returned as it came.
         """
         if not use_cache or idx.size(1) == self.config.max_positions:
             return self(idx, use_cache=False)[0], kv_cache
@@ -399,7 +399,7 @@ class GPT(nn.Module):
         hub by its name ('gpt2', 'Qwen/Qwen3-0.6B'), which is downloaded. override_args may set dropout. dtype: None
         keeps that of the files.
         """
-        from formats import from_pretrained  # the one import of its kind, for reading files from disk
+        from formats import from_pretrained  # imported here so that model.py does not need formats/
         return from_pretrained(cls, GPTConfig, model_type, override_args or {}, dtype)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):

@@ -209,7 +209,7 @@ def sample_by_model(model, tokenizer, prompts, dev, printed):
 
 
 def draw_rows(model, idx, numbers, printed):
-    """Draw the samples with these numbers, each behind its row of idx, until all have come to `stop`."""
+    """Draw the samples with these numbers, each after its row of idx, until all have come to `stop`."""
     settings = [DrawSettings(model.config.vocab_size, seed + number, **draw_settings()) for number in numbers]
 
     def draw_and_print(logits, i):

@@ -80,7 +80,7 @@ class ByModel:
         return self.model.generate(idx, n, use_cache=self.use_cache, draw=drawn)[0].tolist()
 
     def logits_after(self, tokens, n_prompt):
-        """The logits (vocab_size,) after tokens, which it has drawn behind the first n_prompt of them."""
+        """The logits (vocab_size,) after tokens, which it has drawn after the first n_prompt of them."""
         self.generate(tokens[:n_prompt], len(tokens) - n_prompt + 1)
         return self.logits
 
@@ -118,7 +118,7 @@ def prompt_ids(model, tokenizer):
 
 
 def compare(ids, n, ways, dev):
-    """{way: (tokens, seconds)} of n new tokens behind ids: medians of runs that take turns."""
+    """{way: (tokens, seconds)} of n new tokens after ids: medians of runs that take turns."""
     seconds, tokens = {way: [] for way in ways}, {}
     for repeat in range(1 + repeats):  # the first warms up
         for name, way in ways.items():

@@ -169,7 +169,7 @@ class JSONTokenizer(Tokenizer):
         return known
 
     def end_of_a_turn(self):
-        """The added token, such as <|im_end|>, that the chat template writes behind an answer, or None."""
+        """The added token, such as <|im_end|>, that the chat template writes after an answer, or None."""
         question = dict(role='user', content='?')
         try:
             text = self.chat_template.render([question, dict(role='assistant', content='Kx7q.'), question])
@@ -186,7 +186,7 @@ class JSONTokenizer(Tokenizer):
 
     def encode(self, text, add_special_tokens=True):
         """
-        The ids of the text, behind a BOS token if the tokenizer adds one. The name of a special token, such as
+        The ids of the text, after a BOS token if the tokenizer adds one. The name of a special token, such as
         <|endoftext|>, becomes that token. Other threads run meanwhile. ValueError if the model has no row for one.
         """
         return self.encoding(text, add_special_tokens).ids
@@ -345,7 +345,7 @@ def state_beside(folder):
         template = {each.get('name'): each.get('template') for each in template if isinstance(each, dict)}
     if isinstance(template, dict):
         tool_use, template = template.get('tool_use'), template.get('default')
-        if isinstance(tool_use, str) and isinstance(template, str):  # Jinja drops the line break behind a block
+        if isinstance(tool_use, str) and isinstance(template, str):  # Jinja drops the line break after a block
             tool_use, template = tool_use.removesuffix('\n'), template.removesuffix('\n')
             template = f'{{% if tools %}}\n{tool_use}{{% else %}}\n{template}{{% endif %}}'
     if isinstance(template, str):

@@ -63,7 +63,7 @@ def begin_of(tokenizer):
 
 def accuracies(model, tokenizer, lines):
     """
-    acc: the share of questions whose answer has the highest log likelihood behind the question and a blank. acc_norm:
+    acc: the share of questions whose answer has the highest log likelihood after the question and a blank. acc_norm:
     the same with log likelihoods divided by the number of characters. The choices of a question share its pages.
     """
     score, right = log_likelihoods(model), []
@@ -87,7 +87,7 @@ def encoded(model, tokenizer, context, continuation):
     context, continuation = context.rstrip(), blanks + continuation  # a blank begins a word
     n, whole = len(tokenizer.encode(context)), tokenizer.encode(context + continuation)
     if not n:
-        raise ValueError("a question must not be empty, since its choices are scored behind it: leave the line out")
+        raise ValueError("a question must not be empty, since its choices are scored after it: leave the line out")
     before, behind = whole[:n], whole[n:]
     return before[-max(1, model.config.block_size + 1 - len(behind)):], behind
 

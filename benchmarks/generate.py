@@ -52,7 +52,7 @@ def lengths(asked):
 
 
 def ways(model, B):
-    """{name: a function of n that draws B samples of n greedy tokens behind one prompt: (B, n)}"""
+    """{name: a function of n that draws B samples of n greedy tokens after one prompt: (B, n)}"""
     idx, engine = random_tokens(model, 1, PROMPT).to(model.lm_head.weight.device), Ours(model)
     return {'no cache': lambda n: torch.cat([model.generate(idx, n, temperature=0)[:, PROMPT:] for _ in range(B)]),
             'cache': lambda n: model.generate(idx.repeat(B, 1), n, temperature=0, use_cache=True)[:, PROMPT:],

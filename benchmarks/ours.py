@@ -3,7 +3,7 @@ Our own engine, as benchmarks use it. No other file of benchmarks/ imports engin
 
     NoCache, Cache     `GPT.generate`, without the cache and with it, as engines that are compared with others
     Ours               what sample.py and serve.py run, as one of them
-    log_likelihoods    of tokens behind others, for `bench.py --mode=eval` and `--mode=loss`
+    log_likelihoods    of tokens after others, for `bench.py --mode=eval` and `--mode=loss`
     gpu_executor, served, first_answer     what `bench.py --mode=gpu` measures
 """
 from functools import lru_cache
@@ -54,7 +54,7 @@ class Ours(Peer):
             lambda n, n_tokens: Engine(model, self.executor(n), pool_for(model.config, n, n_tokens), 2**14, n))
 
     def generate(self, prompts, n_new, num_samples=1, **how):
-        """The tokens behind prompts (B, T): (B * num_samples, n_new). how: of a full context, as sample.py has it."""
+        """The tokens after prompts (B, T): (B * num_samples, n_new). how: of a full context, as sample.py has it."""
         B, T = prompts.shape
         engine = self.engine(B * num_samples, T + n_new)
         texts = engine.generate(prompts.tolist(), n_new, num_samples, temperature=0, **how)

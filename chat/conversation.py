@@ -22,7 +22,7 @@ class Conversation:
     system: the system message, '' for none. variables: of the chat template, see `ChatTemplate.render`. seed, how: of
     the draws, see `decode.draw.DrawSettings`.
 
-    messages: what was said behind the system message, dicts with role and content. n_kept, n_new, n_drawn: how many
+    messages: what was said after the system message, dicts with role and content. n_kept, n_new, n_drawn: how many
     tokens of the last prompt were in the cache already, how many were computed, and how many its answer has. cut: why
     the answer ended, if the model has not ended it. ValueError if the model has no chat template.
     """
@@ -37,7 +37,7 @@ class Conversation:
         self.messages, self.n_kept, self.n_new, self.n_drawn, self.cut = [], 0, 0, 0, ''
 
     def stop(self, *signal_and_frame):
-        """End the answer behind the present call of the executor; also a handler of signals."""
+        """End the answer after the present call of the executor; also a handler of signals."""
         self.engine.return_soon[0] = 1
 
     def answer(self, text, max_new_tokens):

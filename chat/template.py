@@ -23,7 +23,7 @@ from importlib import import_module
 SECONDS = 2.0           # of the processor for a rendering, at most; Windows has no such limit
 MEMORY = 2**29          # bytes of the process, at most; Windows and macOS have no such limit
 MOST_TEXT = 2**20       # characters of a text beyond those of the question, at most: a tokenizer is slow with more
-MARK = 'END_OF_THE_FINAL_MESSAGE '  # behind the content of a message that is continued
+MARK = 'END_OF_THE_FINAL_MESSAGE '  # after the content of a message that is continued
 
 waiting = []            # processes that wait for a question
 
@@ -71,7 +71,7 @@ def answer_of(program, waiting, question, seconds, what, advice):
     line, kind = json.dumps([*question, seconds]), ''
     if not waiting or (process := waiting.pop()).poll() is not None:  # poll says so, too, of a process of the parent's
         # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The folders of sys.path come
-        # behind it: jinja2 may be in any of them. Ctrl-C does not reach a new session
+        # after it: jinja2 may be in any of them. Ctrl-C does not reach a new session
         process = subprocess.Popen([sys.executable, '-I', program, *sys.path], text=True, encoding='utf-8',
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     try:

@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
 def form_of(source):
     """The `Form` of calls that a template's source shows, or None for one that is not known here."""
-    if tag := re.search(r'<tool_call>(?:\\n|\s)*(\[?)(?:\\n|\s)*\{\\?"', source):  # others write XML behind it
+    if tag := re.search(r'<tool_call>(?:\\n|\s)*(\[?)(?:\\n|\s)*\{\\?"', source):  # others write XML after it
         return HERMES._replace(listed=bool(tag[1]))
     return LLAMA if re.search(r'\{\\?"name\\?": function name, \\?"parameters\\?"', source) else None
 
@@ -125,7 +125,7 @@ class Reader:
         return [text] * bool(text)
 
     def calls_in(self, text):
-        """The calls of a text, one object or list behind the other; None if it is anything else."""
+        """The calls of a text, one object or list after the other; None if it is anything else."""
         values, calls = [], []
         if not text.strip():
             return None

@@ -122,7 +122,7 @@ def tokenizer_for(texts, name, vocab_size):
 def write_dataset(folder, parts, tokenizer, source, ends=False):
     """
     Write train.bin, val.bin, meta.json and the files of the tokenizer to a folder. parts: {'train': texts, 'val':
-    texts}, iterables that are read once. ends: put the token that ends a text, if there is one, behind each of them.
+    texts}, iterables that are read once. ends: put the token that ends a text, if there is one, after each of them.
     """
     lengths = np.array([len(text) for text in tokenizer.bytes_of_tokens(skip_special=True)])
     end, n_bytes, n_chars = [*tokenizer.end_tokens[:1]] if ends else [], dict(val=0, train=0), 0

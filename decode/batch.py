@@ -22,7 +22,7 @@ class NotNumbers(ValueError):
 
 
 class Refused(ValueError):
-    """A batch that does not fit the model or the slots. It is raised before a key or a value is written."""
+    """A batch that does not fit the model or the slots. It is raised before a key or a value is computed."""
 
 
 class Runs:
@@ -67,8 +67,8 @@ class Batch:
         `settings`, its `draw.DrawSettings`.
     counts: how many new tokens each brings, at least 1, a list (S,).
     tokens: the new tokens, int64 (N,). positions: theirs, int64 (N,); those of a sequence are consecutive.
-    n_steps: int64 (S,). How many tokens each sequence may draw in this call; 0 where its newest token is not among the
-        new ones. More than 1 only if every sequence brings one token: what is drawn is then the next step's token, and
+    n_steps: int64 (S,). How many tokens each sequence may draw in this call; 0 where only a part of its prompt is
+        computed. More than 1 only if every sequence brings one token: what is drawn is then the next step's token, and
         there are slots for all of them.
     prompt_logits: for each sequence, are the logits of all of its new tokens wanted? A list. Then n_steps is at most 1.
     logprobs: for each sequence, are the logits wanted from which its tokens are drawn? A list.
@@ -105,8 +105,8 @@ class Batch:
 
     def rows(self):
         """
-        The rows, of N, whose logits a single step computes, int64 (W,); and for each sequence where its own are among
-        them, a slice. The last one of a sequence that draws is the one it draws from.
+        The numbers of the rows, of N, whose logits a single step computes, int64 (W,); and for each sequence the slice
+        of them that is its own. The last one of a sequence that draws is the one it draws from.
         """
         if self.decodes:
             return np.arange(len(self.counts)), [slice(i, i + 1) for i in range(len(self.counts))]
@@ -134,7 +134,7 @@ class Batch:
 class SequenceOutput:
     """
     What a call gives a sequence. tokens: those it drew, a list. logits: float32 (n, vocab_size) that were wanted:
-    behind the tokens that it brought, or those from which its tokens were drawn; None if none were wanted. first: the
+    after the tokens that it brought, or those from which its tokens were drawn; None if none were wanted. first: the
     position of the first token that it brought.
     """
     tokens: list

@@ -93,7 +93,7 @@ class CPUExecutor:
 
     def execute_model(self, batch):
         """
-        Compute the new tokens of a `Batch` and draw behind them: a `SequenceOutput` for each sequence. As in vLLM.
+        Compute the new tokens of a `Batch` and draw after them: a `SequenceOutput` for each sequence. As in vLLM.
 
         The bits of a row's logits do not depend on the other sequences, on how a prompt is divided into steps, on the
         slots or on the number of threads. `Refused`, with nothing written, on tokens, positions and runs that do not
@@ -134,9 +134,10 @@ class CPUExecutor:
 
     def steps(self, batch, going, newest, done, n, logits):
         """
-        n steps of the sequences number `going` of a batch, behind their newest tokens, if none ends before. done: so
-        many steps of the call were made already. logits: float32 (n, len(going), vocab_size), or (1, ...) for those of
-        the last step only. Returns (tokens (n or fewer, len(going)), does no other step follow?)
+        Up to n steps of the sequences of a batch with the numbers `going`, after their newest tokens. It stops where a
+        sequence ends. done: how many steps of the call were made already. logits: float32 (n, len(going), vocab_size),
+        or (1, ...) for those of the last step only. Returns (tokens (n or fewer, len(going)), does no other step
+        follow?)
         """
         sequences, R, made = [batch.sequences[i] for i in going], len(going), 0
         tables, tokens = self.tables_for(R, R), np.empty((n + 1, R), np.int64)
@@ -218,7 +219,7 @@ class CPUExecutor:
     def after_call(self, refused, choice, began, n_drawn=0, counts=False):
         """
         What follows a call of the kernel that began at this time, in nanoseconds. n_drawn: after how many steps tokens
-        were drawn. counts: does its time count behind a pause too? `Refused` or `NotNumbers` if it was so.
+        were drawn. counts: does its time count after a pause too? `Refused` or `NotNumbers` if it was so.
         """
         workers.ended = time.perf_counter_ns()
         ns, ns_drawing = workers.ended - began, int(self.tables.sizes[layout.DRAW_NS])

@@ -3,7 +3,7 @@ Who proposes tokens for `decode.speculative`: the same model with fewer bits, th
 
 A draft has a `name`; `hold(layers)` and `refresh()`, as executors have them; `propose(batch, k, n_threads)`, which
 returns up to k proposals for each sequence of a batch that decodes, int64 (n, S), as many for each, n = 0 for none; and
-`cost`, the nanoseconds that its first proposals are expected to take more than those behind them.
+`cost`, the nanoseconds that its first proposals are expected to take more than those after them.
 """
 import numpy as np
 
@@ -28,7 +28,7 @@ def draft_for(draft, target):
 
 def drawn_by(executor, sequences, new, k):
     """
-    Up to k tokens that an executor draws of each sequence behind new ones, a list of each: int64 (n, S). They are drawn
+    Up to k tokens that an executor draws of each sequence after new ones, a list of each: int64 (n, S). They are drawn
     with the noise of their places: so they are more often the tokens that the model itself draws there.
     """
     S = len(sequences)
@@ -85,7 +85,7 @@ PART_ON[{self.weights!r}].compiled
 
 class NgramDraft:
     """
-    The sequence itself: its last n tokens have come before, and what came behind them is proposed; first n = LONGEST is
+    The sequence itself: its last n tokens have come before, and what came after them is proposed; first n = LONGEST is
     looked for, last SHORTEST. Known as prompt lookup. ngrams: {sequence of the last call: its `Ngrams`}.
     """
     name, cost = 'n-grams of the text', 0
@@ -110,15 +110,15 @@ class NgramDraft:
 
 class Ngrams:
     """
-    The n-grams of a list of tokens that grows. ends: {n-gram: the number of the token behind the last one}, of those
-    behind which one of the first n_known tokens stands.
+    The n-grams of a list of tokens that grows. ends: {n-gram: the number of the token that follows it where it comes
+    last}, of n-grams that one of the first n_known tokens follows.
     """
 
     def __init__(self, tokens):
         self.tokens, self.n_known, self.ends = tokens, 0, {}
 
     def after(self, k):
-        """Up to k tokens from behind the last n-gram with which the tokens end."""
+        """Up to k tokens from after the last n-gram with which the tokens end."""
         tokens = self.tokens
         for end in range(self.n_known, len(tokens)):
             for size in range(SHORTEST, min(LONGEST, end) + 1):

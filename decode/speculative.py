@@ -2,9 +2,9 @@
 Speculative decoding (arXiv:2211.17192): an executor around an executor. Its tokens are exactly those of plain decoding.
 
 A draft proposes the next k tokens of each sequence. One step of the target, the model's own executor, computes them all
-as a chunk behind the newest token: k + 1 rows of logits, which have the same bits as those of k + 1 single steps. From
+as a chunk after the newest token: k + 1 rows of logits, which have the same bits as those of k + 1 single steps. From
 these rows the model draws its own tokens, each with the noise that the token has without a draft, as long as what it
-draws is what was proposed. The last token that it draws is another one than was proposed, or stands behind all
+draws is what was proposed. The last token that it draws is another one than was proposed, or stands after all
 proposals. So a round gives 1 to k + 1 tokens, and no draft changes one.
 
 `drafts` says who proposes. `Pace` says how many tokens, by timing.
@@ -25,7 +25,7 @@ GAIN = 1.08          # drafts are used where they are expected to be so many tim
 REST = 60            # after a trial that has shown no gain, plain steps take so many times what it has cost
 LONGEST_REST = 16    # at most so many times longer, after several such trials
 ROUNDS = 64          # after so many rounds one plain step is timed
-DECAY = 0.95         # a round counts so much less for the acceptance than the round behind it
+DECAY = 0.95         # a round counts so much less for the acceptance than the round after it
 
 
 class Drafting:
@@ -108,7 +108,7 @@ class Pace:
     How many tokens to propose in a round, for a number of sequences: k; 0 is plain steps.
 
     It begins with plain steps for `rest` nanoseconds, then makes a trial: TRIAL_ROUNDS rounds with FIRST_PROPOSALS,
-    behind one that is not counted, because it waits for memory and caches, or for the draft. From then on the k is
+    after one that is not counted, because it waits for memory and caches, or for the draft. From then on the k is
     taken for which the most tokens are expected in a second. If that is not GAIN times what plain steps give, these
     follow until they have taken REST times what the trial has cost; twice as long after each further trial that fails,
     LONGEST_REST times at most.
@@ -164,7 +164,7 @@ class Pace:
             self.draft.add(ns_draft / n)
             accepted = n_drawn - 1
             self.accepted, self.tried = DECAY * self.accepted + accepted, DECAY * self.tried + accepted
-            self.tried += accepted < n and not ended  # the one behind them was not drawn
+            self.tried += accepted < n and not ended  # the one after them was not drawn
         self.trial = max(0, self.trial - 1)
         if not self.trial or (n + 1) * self.plain.usual() < ns_draft + ns_chunk:  # too slow whatever is accepted
             self.decide()

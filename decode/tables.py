@@ -170,8 +170,8 @@ class DrawTable:
     def draw(self, sequences, logits, proposals=()):
         """
         The next tokens of each sequence, a list of lists, from logits float32 (S, n, vocab_size), contiguous: those
-        behind its newest token and behind each of n - 1 proposals, int64 (n - 1, S). A sequence draws on while what it
-        draws is what was proposed, and no stop token: the logits behind any other token are not those of its text.
+        after its newest token and after each of n - 1 proposals, int64 (n - 1, S). A sequence draws on while what it
+        draws is what was proposed, and no stop token: the logits after any other token are not those of its text.
         """
         (S, n, V), going, found = logits.shape, range(len(sequences)), [[] for _ in sequences]
         tokens, table = np.empty(S, np.int64), self.describe(sequences, 0, np.zeros(1, np.int64), 2**63 - 1, n)

@@ -150,7 +150,7 @@ class Engine:
         for s, count, of_s in zip(batch.sequences, batch.counts, outputs):
             of_s.first = s.n_computed
             s.extend(of_s.tokens)
-            n = count + max(0, len(of_s.tokens) - 1)
+            n = count + max(0, len(of_s.tokens) - 1)  # the token that was drawn last is not computed yet
             self.pool.computed(s, n)
             self.n_computed += n
             if len(s.tokens) == s.n_end and s.n_computed >= s.length - 1:
@@ -167,7 +167,7 @@ class Engine:
         Let constraints follow what was drawn, and have them write which tokens may come next, side by side. A sequence
         ends where nothing may, or where its constraint says that it has failed.
         """
-        # only those that run have drawn; behind a `reset` all wait
+        # only those that run have drawn; after a `reset` all wait
         behind = [s for s in self.scheduler.running or self.scheduler.going
                   if s.constraint and s.constraint.n_taken != s.n_drawn]
         if not behind:
@@ -217,7 +217,7 @@ class Engine:
         return not (self.over or self.scheduler.running or self.scheduler.waiting)
 
     def end(self, sequence, reason, n_tokens=None):
-        """End a sequence that goes on, behind its first n_tokens. Its slots are free."""
+        """End a sequence that goes on, after its first n_tokens. Its slots are free."""
         if n_tokens is not None:
             del sequence.tokens[n_tokens:]
         if not sequence.ended:
@@ -269,7 +269,7 @@ class Engine:
                 self.end(s, 'abort')
 
     def generate(self, prompts, max_new_tokens, n=1, seed=0, **settings):
-        """`stream`, collected: a list of token ids for each sample, behind its prompt, up to what has ended it."""
+        """`stream`, collected: a list for each sample: its prompt and its new tokens, up to what has ended it."""
         token_lists = [list(prompt) for prompt in prompts for _ in range(n)]
         with self.executor.torch_on_one_thread():
             for number, tokens in self.stream(prompts, max_new_tokens, n, seed, **settings):

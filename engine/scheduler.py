@@ -1,6 +1,6 @@
 """
-Who is in the next call. There are no phases: a sequence has tokens, of which so many are computed, and each step lets
-computed catch up. After vLLM's scheduler. Pure Python.
+Who is in the next call. There are no phases: a sequence has tokens, some of them computed, and each step computes some
+of the others. After vLLM's scheduler. Pure Python and NumPy.
 """
 from bisect import insort
 from collections import deque
@@ -10,7 +10,7 @@ import numpy as np
 from decode.batch import Batch
 
 MOST_LOGITS = 2**22  # numbers that a call keeps for log probabilities
-BEHIND_AN_END = 8    # steps of a call behind the end of a sequence, whose last tokens come when the call ends
+BEHIND_AN_END = 8    # steps of a call after the end of a sequence, whose last tokens come when the call ends
 
 
 class Scheduler:
@@ -44,7 +44,7 @@ class Scheduler:
         self.n_growing = None  # of those that run, how many will need another page; None: to be counted
 
     def add(self, sequences):
-        """Sequences of one prompt wait behind all others; all but the first of them begin as forks of the first."""
+        """Sequences of one prompt wait after all others; all but the first of them begin as forks of the first."""
         for i, s in enumerate(sequences):
             s.rank = self.n_added, i
             self.going[s] = None
@@ -97,7 +97,7 @@ class Scheduler:
         plan, spare = [], self.budget - len(self.running)
         tried = [s for s in self.running if s in self.trials[0]] if self.trials else self.running
         n_preempted = self.n_preempted
-        for s in tried[:self.budget]:  # the oldest first: none of those before it gives way to it
+        for s in tried[:self.budget]:  # the oldest first: no sequence preempts an older one
             if self.n_preempted > n_preempted and s not in self.running:
                 break
             if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
@@ -113,7 +113,7 @@ class Scheduler:
     def lacks(sequence):
         """
         How many tokens of a sequence are to be computed before it can draw, or before its siblings can begin. The last
-        one of a prompt behind which nothing is drawn is not computed.
+        one of a prompt after which nothing is drawn is not computed.
         """
         s = sequence
         last_waits = s.siblings or len(s.tokens) == s.n_end

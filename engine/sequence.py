@@ -5,7 +5,8 @@ MOST_AHEAD = 64  # tokens that a sequence draws in a call
 
 class Sequence:
     """
-    tokens: of the prompt, and those that were drawn, a list. n_prompt: of the prompt. n_end: it ends with so many.
+    tokens: of the prompt, and those that were drawn, a list. n_prompt: the length of the prompt. n_end: the number of
+        tokens with which it ends.
     settings: its `decode.draw.DrawSettings`. ended: None while it goes on, then why not: 'stop', 'length', 'abort' or
         'error'; error: the exception.
 

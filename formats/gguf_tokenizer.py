@@ -123,7 +123,7 @@ def sentencepiece(given, vocab, tokens, ids):
 
 
 def template(around, tokens):
-    """The part of a tokenizer.json that puts tokens before and behind a text. around: two ids, or None."""
+    """The part of a tokenizer.json that puts tokens before and after a text. around: two ids, or None."""
     before, behind = ([dict(SpecialToken=dict(id=tokens[i], type_id=0))] if i is not None else [] for i in around)
     single = [*before, dict(Sequence=dict(id='A', type_id=0)), *behind]
     return dict(type='TemplateProcessing', single=single, pair=single + [dict(Sequence=dict(id='B', type_id=0))],

@@ -8,7 +8,7 @@ NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*', re.ASCII)
 READ = dict(allow_patterns=['*.safetensors', '*.json', '*.jinja'], ignore_patterns=['*/*', 'consolidated*'])
 ADVICE = {  # {name of an error's class, or of one of its bases: what to do}
     'GatedRepoError': "accept its terms on its page at https://huggingface.co, then run `hf auth login`",
-    'RevisionNotFoundError': "it has no such revision: leave what is behind @ out, or take another one",
+    'RevisionNotFoundError': "it has no such revision: leave what is after @ out, or take another one",
     'RepositoryNotFoundError': "there is no such folder here and no such model on the hub; if it is private, run `hf "
                                "auth login`",
     'LocalEntryNotFoundError': "the hub cannot be reached, and this model is not wholly in its cache: connect, and run "

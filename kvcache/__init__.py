@@ -10,7 +10,7 @@ Pools: in which slots the positions of sequences lie. And the storage of these s
 A pool is what the engine's scheduler asks for slots; one thread owns it. See `pages.PagePool`.
 
     begin(sequence, tokens, salt)   begin with what is remembered of these tokens; returns of how many
-    extend(sequence, n)             slots for the next n positions behind those that are stored; returns whether there
+    extend(sequence, n)             slots for the next n positions after those that are stored; returns whether there
                                     was room. Slots that are there count: a second call changes nothing
     computed(sequence, n)           n more positions are stored
     fork(sequence, new)             a new sequence has all positions of another one
@@ -19,8 +19,9 @@ A pool is what the engine's scheduler asks for slots; one thread owns it. See `p
     reset()                         forget all sequences and all that is remembered
     will_grow(sequence)             will it need more room before it ends?
     copies                          of slots, which the next call makes first: the scheduler takes them
-    n_pages, page_size, n_slots     pages (of cells: those of one stream); slots of each, 0 where nothing is kept; slots
-                                    in all
+    page_size                       slots of a page; 0 where nothing is kept: `NoPool` has no fork, n_pages and n_slots
+    n_pages                         pages; of cells, those of one stream
+    n_slots                         slots in all
     n_free                          pages that no sequence has
     most_sequences, window          the most that run at a time; of the model
 """

@@ -1,15 +1,15 @@
 """
-The pool of pages: in which slots the positions of each sequence lie. After vLLM's block manager (arXiv:2309.06180),
-whose blocks are the pages here: a block is a layer of the model. Settings and the server have vLLM's word.
+The pool of pages: in which slots the positions of each sequence lie. After vLLM's block manager (arXiv:2309.06180).
+vLLM's blocks are called pages here, because a `Block` is a layer of the model. Settings and the server say blocks.
 
 A sequence is a list of pages, its page table. Position p is in page table[p // page_size], at offset p % page_size.
 
 References to pages are counted, so that sequences can share them: forks of one prompt, and prompts that begin alike.
 For that, full pages are remembered by all tokens up to their end, also when no sequence uses them, until their space
-is needed. A sequence that writes to a shared page gets a copy of it first. Pure Python, without keys and values.
+is needed. A sequence that writes to a shared page gets a copy of it first. No keys and values are touched here.
 
 If the model has a window, pages that no later token of a sequence sees are freed, and None is in their places in the
-page table. A beginning is found again if the pages are remembered that the token behind it sees.
+page table. A beginning is found again if the pages are remembered that the token after it sees.
 """
 from collections import OrderedDict
 
@@ -90,7 +90,7 @@ class PagePool:
     def remembered(self, tokens, salt=''):
         """
         (the page table, the prefixes) of the beginning of tokens, as long as one is remembered, but not of all tokens.
-        The table has the pages that the token behind it sees, and None for the others.
+        The table has the pages that the token after it sees, and None for the others.
         """
         table, prefixes, prefix = [], [], root(salt)
         for start in range(0, len(tokens) - self.page_size, self.page_size):
@@ -157,7 +157,7 @@ class PagePool:
         if not self.window:
             return []
         table, (sinks, recent), numbers = sequence.table, self.seen(sequence.n_computed), []
-        own = sequence.n_computed // self.page_size  # of the next token; it and those behind it are for later tokens
+        own = sequence.n_computed // self.page_size  # of the next token; it and those after it are for later tokens
         for i in range(min(len(table), recent.start, own) - 1, sinks.stop - 1, -1):
             if table[i] is None:  # and so are all before it
                 break

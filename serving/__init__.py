@@ -1,7 +1,7 @@
 """
 Many requests, one engine (see engine/). The tokens of a request do not depend on which others are served.
 
-    request        what was asked, and what one call adds to it
+    request        what was asked, and what a client gets of it
     engine_thread  a thread around the engine, with an inbox
     stats          counters, and the pool's state for the web page
     loading        model, executor and tokenizer of a checkpoint

@@ -4,7 +4,7 @@ What the text of a sample must be: JSON of a schema, a regular expression, one o
     constraint = compiled('regex', '[0-9]+', Vocabulary(tokenizer, model.config.vocab_size))
     engine.generate([prompt], 20, constraint=constraint)
 
-The library llguidance, see grammars.py, computes which tokens may come next: those behind which the text can still
+The library llguidance, see grammars.py, computes which tokens may come next: those after which the text can still
 become one of the form, whatever the vocabulary. A sample ends when its text is complete and nothing may follow. Where
 it may end or go on, the tokens that end the sample are allowed too.
 """
@@ -20,7 +20,7 @@ from serving.grammars import grammar_of
 class Vocabulary:
     """
     The tokens of a model for llguidance, which calls this object a tokenizer: tokens, the bytes of each id. Special
-    tokens have no text. It ends a text with an id behind the last one, `end`, in whose place `Constraint` allows those
+    tokens have no text. It ends a text with an id after the last one, `end`, in whose place `Constraint` allows those
     that end a sample. ValueError where the library is not installed.
     """
     is_tokenizer_wrapper, eos_token_id, bos_token_id = True, None, None
@@ -44,10 +44,10 @@ class Vocabulary:
 
 class Constraint:
     """
-    Which tokens of a sample may come next. beginning: llguidance's matcher behind no token. ends: the tokens that end
+    Which tokens of a sample may come next. beginning: llguidance's matcher after no token. ends: the tokens that end
     the sample, allowed where the text may end.
 
-    allowed: a bitmap, see `decode.draw.DrawSettings`, behind so many drawn tokens of the sample: n_taken, or None where
+    allowed: a bitmap, see `decode.draw.DrawSettings`, after so many drawn tokens of the sample: n_taken, or None where
     it is not written yet. is_complete: may nothing follow? error: a ValueError, where that is because the library gave
     up, or the vocabulary lacks what would have to follow.
     """
@@ -117,5 +117,5 @@ def compiled(kind, text, vocabulary):
 
 
 def line_of(message):
-    """What the library says, in one line, without the grammar that it shows behind it."""
+    """What the library says, in one line, without the grammar that it shows after it."""
     return ' '.join(re.split(r'\n *\d+ \| ', message)[0].split()).removesuffix(' <non-verbose/>')[:300]

@@ -20,7 +20,7 @@ from tokenizer import TextStream, WholeTexts
 LOOKED_AT = 2.0          # seconds after a call of `state` in which it is kept up to date
 BETWEEN_SNAPSHOTS = 0.1  # seconds, at least
 IDLE = 1.0               # seconds that the thread waits for a request at a time
-AHEAD_OF_STOPS = 8       # tokens drawn in a call where a stop string may come: those behind it are given up
+AHEAD_OF_STOPS = 8       # tokens drawn in a call where a stop string may come: those after it are given up
 
 
 class QueueFull(Exception):
@@ -79,7 +79,10 @@ class EngineThread:
         self.thread.start()
 
     def submit(self, *requests):
-        """Begin requests, all or none, each with an id of its own. `QueueFull` if too many wait or the engine stops."""
+        """
+        Put requests into the inbox, all or none, each with an id of its own. `QueueFull` if too many wait or the engine
+        stops.
+        """
         with self.condition:
             if self.draining:
                 raise QueueFull("the server is stopping and takes no requests: send it again later")
@@ -259,7 +262,7 @@ class EngineThread:
             return Output(sample.index, new, text, logprobs, reason)
 
     def note_prompt(self, s, first, logits):
-        """Note the log probabilities of the prompt's tokens behind those from position `first` on, by their logits."""
+        """Note the log probabilities of the prompt's tokens after those from position `first` on, by their logits."""
         live = s.owner.live
         del live.prompt_logprobs[first:]  # it was computed before, and lost its slots
         targets = s.tokens[first + 1:min(first + 1 + len(logits), s.n_prompt)]

@@ -74,7 +74,7 @@ class ResponseBody(ChatBody):
     @model_validator(mode='after')
     def as_a_chat(self):
         messages = [Message(role='system', content=self.instructions)] if self.instructions else []
-        for message in self.messages:  # a text and the calls behind it are one message in a chat
+        for message in self.messages:  # a text and the calls after it are one message in a chat
             last = messages[-1] if messages else message
             if message.tool_calls and last is not message and last.role == 'assistant':
                 messages[-1] = last.model_copy(update={'tool_calls': [*last.tool_calls, *message.tool_calls]})
@@ -124,7 +124,7 @@ class Response(ChatCompletion):
         return events
 
     def note(self, kind, **fields):
-        """Write an event; fields may change behind it."""
+        """Write an event; fields may change after it."""
         name = f'response.{kind}'
         self.events += event({'type': name, 'sequence_number': self.n_events, **fields}, name)
         self.n_events += 1

@@ -16,7 +16,7 @@ from tokenizer import CharTokenizer
 
 V = 29
 BYTES = [bytes([97 + i % 26]) for i in range(V)]
-CHARS = 'abcdefghijklmnopqrstuvwxyz .€😀\n'  # of engines behind a server
+CHARS = 'abcdefghijklmnopqrstuvwxyz .€😀\n'  # of engines after a server
 LETTERS = CharTokenizer(CHARS)
 
 
@@ -155,7 +155,7 @@ def stepping(model, executor=None, tokenizer=LETTERS, n_pages=96, **how):
 
 def spelling_engine(block_size=64, n_allowed=float('inf'), **how):
     """
-    A `Stepping`, started, that goes on behind the last letter of a prompt in the order of CHARS, see `spelled`. Up to 4
+    A `Stepping`, started, that goes on after the last letter of a prompt in the order of CHARS, see `spelled`. Up to 4
     requests may wait.
     """
     model = toy_model(block_size, len(CHARS))
@@ -166,7 +166,7 @@ def spelling_engine(block_size=64, n_allowed=float('inf'), **how):
 
 
 def spelled(letter, n):
-    """The n characters of CHARS behind a letter."""
+    """The n characters of CHARS after a letter."""
     first = CHARS.index(letter) + 1
     return ''.join(CHARS[(first + k) % len(CHARS)] for k in range(n))
 

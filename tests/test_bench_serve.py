@@ -30,7 +30,7 @@ SHORT = 'short'  # the salt of an `Ask` whose server is asked for a token too fe
 
 
 class Here(servers.Ours):
-    """A server of this process, whose `engine` steps when the test says so, and draws the letter behind the last."""
+    """A server of this process, whose `engine` steps when the test says so, and draws the letter after the last."""
 
     def __init__(self, engine, port):
         self.engine, self.port = engine, port

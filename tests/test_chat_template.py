@@ -44,7 +44,7 @@ MISTRAL = """\
 OTHERS = """{{- bos_token }} {{ strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" }}
 {%- if messages[0]['role'] == 'system' %}{% set messages = messages[1:] %}{% endif %}
 {% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m | tojson }}
-   {# blanks before a block go, and the line break behind it #}
+   {# blanks before a block go, and the line break after it #}
    {% set n = loop.index %}
 {{ [m.content, n] | tojson(indent=2) }} {{ (m.content | trim).split(' ')[-1] | upper }}{% endfor %}"""
 TEMPLATES = dict(smollm2=SMOLLM2, mistral=MISTRAL, others=OTHERS)

@@ -103,7 +103,7 @@ def test_no_sequence_of_many_depends_on_its_company(dtype):
 
 @pytest.mark.parametrize('shape', ['L', 'rope'])
 def test_rows_have_their_bits_in_batches_of_all_sizes(shape):
-    """Of 124M parameters; and of a tiny model, also with the judge's logits, behind a window that has gone round."""
+    """Of 124M parameters; and of a tiny model, also with the judge's logits, after a window that has gone round."""
     m = model_with_varied_text(GPTS['L']).to('cuda', torch.bfloat16) if shape == 'L' else model_of(
         'rope window sinks', block_size=2000).cuda()
     executor, chooser = GPUExecutor(m), random.Random(0)

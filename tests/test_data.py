@@ -267,7 +267,7 @@ def test_ids_of_two_bytes_are_taken_for_nothing_else(tokens):
 
 
 def byte_level_json(n, added=()):
-    """A tokenizer.json of byte-level BPE with n tokens, and added ones behind them."""
+    """A tokenizer.json of byte-level BPE with n tokens, and added ones after them."""
     library = json_tokenizer(TEXT, n, ()).library
     library.add_special_tokens([*added])
     return library.to_str()

@@ -35,7 +35,7 @@ def model_of(kind):
 
 
 def written(kind, folder, n=12, tokenizer=None):
-    """(the model, what its page has, its tokens) of a run of n tokens behind 7, the first of two rows."""
+    """(the model, what its page has, its tokens) of a run of n tokens after 7, the first of two rows."""
     model, debug_kv_page.PAGE = model_of(kind), str(folder / 'page.html')
     idx = torch.arange(14).view(2, 7) % 29
     with debug_kv_page.recorded(model, tokenizer):

@@ -38,7 +38,7 @@ def pools_of(config, n_sequences=3, n_tokens=40):
 
 
 def text_alone(model, prompt, n, **how):
-    """A prompt and the tokens that the model draws behind it."""
+    """A prompt and the tokens that the model draws after it."""
     return prompt + drawn_alone(model, prompt, n, **how)[0]
 
 

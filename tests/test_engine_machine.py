@@ -71,7 +71,7 @@ class Toy(ToyExecutor):
 
 
 def alone(executor, tokens):
-    """The logits (1, V) behind these tokens."""
+    """The logits (1, V) after these tokens."""
     logits = torch.from_numpy(logits_of_chain(chain_of(tokens, executor.version), V))[None]
     logits[:, BAD] = -1000
     return logits

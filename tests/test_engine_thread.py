@@ -95,7 +95,7 @@ def test_an_abort_and_a_stop_end_steps_that_would_repeat(served, monkeypatch):
     monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
     thread, executor = served
     client = ask(thread, 'a', max_tokens=20)
-    for _ in range(3):  # the prompt, and two steps of the call behind it
+    for _ in range(3):  # the prompt, and two steps of the call after it
         executor.wait()
         executor.may_go_on.release()
     executor.wait()
@@ -105,7 +105,7 @@ def test_an_abort_and_a_stop_end_steps_that_would_repeat(served, monkeypatch):
     clients = [ask(thread, 'a', max_tokens=20)]
     executor.wait()
     clients.append(ask(thread, 'b', max_tokens=20, n=2))
-    for _ in range(2):  # the prompt of the second one, and a step of the call behind it
+    for _ in range(2):  # the prompt of the second one, and a step of the call after it
         executor.may_go_on.release()
         executor.wait()
     stopping = threading.Thread(target=thread.stop)
@@ -163,7 +163,7 @@ def test_the_state_shows_the_pool(served, monkeypatch):
     two = submit(thread, 'two', [*range(6)], 9, n=2)
     executor.wait()
     for n in range(3):  # the prompt but for its last token, and the first two tokens of each
-        with thread.condition:  # the thread is inside of a step: what is shown is from before, and made anew behind it
+        with thread.condition:  # the thread is inside of a step: what is shown is from before, and made anew after it
             before = thread.state()
         assert len(before['running']) == n
         thread.snapshot['time'], thread.looked_at = float('-inf'), float('inf')

@@ -251,7 +251,7 @@ def test_copies_run_first_and_in_order(way):
 
 
 def test_rows_that_are_wanted(monkeypatch):
-    """Of a batch of parts of prompts, prompts that are scored, and prompts behind which a token is drawn."""
+    """Of a batch of parts of prompts, prompts that are scored, and prompts after which a token is drawn."""
     for way, chunk in itertools.product(('eager float64', 'cpu float32', 'gpu float32'), (256, 5)):
         monkeypatch.setattr(cpu, 'CHUNK', chunk)
         monkeypatch.setattr(GPUExecutor, 'most_sequences', chunk)
@@ -273,7 +273,7 @@ def test_rows_that_are_wanted(monkeypatch):
     ('eager float32', 'rope'), ('gpu float32', 'rope window sinks')])
 def test_several_steps_in_a_call_are_those_of_single_ones(way, kind):
     """
-    Any numbers of steps, in any company: tokens and wanted logits have the same bits. A call is over behind the first
+    Any numbers of steps, in any company: tokens and wanted logits have the same bits. A call is over after the first
     step in which a text draws one of its stop tokens. Each token is what `draw` makes of its logits.
     """
     executor = made(way, model_of(kind, 1))

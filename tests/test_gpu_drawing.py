@@ -1,4 +1,4 @@
-"""Tokens drawn by the Triton kernels of decode/gpu/drawing.py: those of decode/draw.py, and the state behind a draw."""
+"""Tokens drawn by the Triton kernels of decode/gpu/drawing.py: those of decode/draw.py, and the state after a draw."""
 import itertools
 import math
 import random

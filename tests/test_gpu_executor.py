@@ -335,7 +335,7 @@ def greedy(logits, inputs):
 
 
 def test_what_a_device_computes_is_tried_first(monkeypatch):
-    """Against PyTorch's functions, behind a window that has gone round, in other orders and companies, and draws."""
+    """Against PyTorch's functions, after a window that has gone round, in other orders and companies, and draws."""
     monkeypatch.setattr(check, 'LONGEST', sizes(40, 300))
     for kind, functions, error in [
             *[(kind, {}, '') for kind in sizes(['rope window sinks', 'qwen window', 'learned'], MODELS)],

@@ -267,7 +267,7 @@ def test_more_added_tokens_than_the_model_has_rows(tmp_path, capsys):
 
 
 def test_other_threads_run_while_a_long_text_is_encoded():
-    """Python's lock is free: another thread goes on in the middle of it, not only before and behind it."""
+    """Python's lock is free: another thread goes on in the middle of it, not only before and after it."""
     ours, times, done = json_tokenizer(TEXT), [], threading.Event()
 
     def tick():

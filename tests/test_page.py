@@ -154,7 +154,7 @@ class Page:
         return [pre.get_property('textContent') for pre in self.all('#samples pre')]
 
     def answers(self, **fields):
-        """What the API answers, each behind the prompt, as the page shows it."""
+        """What the API answers, each after the prompt, as the page shows it."""
         body = {'prompt': PROMPT, 'temperature': .8, 'top_p': 1, 'echo': True, **fields}
         return [choice['text'] for choice in self.client.post('/v1/completions', json=body).json()['choices']]
 
@@ -322,7 +322,7 @@ def test_squares_agree_with_the_cache(page):
 def test_pictures(chat, width, scheme, tmp_path):
     """
     Of each state, in the test's folder, to be looked at, in the full run. Nothing is wider than its place, text stands
-    out from its background (WCAG: a contrast of 4.5), and an error stands where one looks, also behind a paste that
+    out from its background (WCAG: a contrast of 4.5), and an error stands where one looks, also after a paste that
     fills its field; it goes with New chat, and with the mode.
     """
     def look(name, *selectors):
@@ -439,7 +439,7 @@ def test_the_second_turn_finds_the_blocks_of_the_first(chat):
 
 
 def test_a_turn_is_stopped_edited_and_repeated_and_what_that_removes_can_be_had_again(chat):
-    """After Repeat and Edit, once each, also behind a reload; and the other way round."""
+    """After Repeat and Edit, once each, also after a reload; and the other way round."""
     chat.engine.allow(5)
     chat.say('one')
     chat.wait(lambda: chat.turns() and chat.turns()[1]['content'])
@@ -771,7 +771,7 @@ def test_an_answer_says_how_much_of_its_prompt_is_read(chat, monkeypatch):
 
 
 def test_an_answer_that_was_cut_goes_on(chat):
-    """It becomes the beginning of what the API says behind it; one that cannot go on stays as it is."""
+    """It becomes the beginning of what the API says after it; one that cannot go on stays as it is."""
     goes_on = dict(continue_final_message=True, add_generation_prompt=False)
     chat.say('one')
     assert chat.is_answered([dict(role='user', content='one')])
@@ -787,7 +787,7 @@ def test_an_answer_that_was_cut_goes_on(chat):
     assert chat.text('#error') and chat.turns() == whole and chat.text('.turn footer span') == '60 tokens, cut off'
     chat.fill(max_tokens=20)
     chat.ask('two')
-    assert [more.is_displayed() for more in chat.all('.more')] == [False, True]  # the first has a turn behind it
+    assert [more.is_displayed() for more in chat.all('.more')] == [False, True]  # the first has a turn after it
 
 
 def test_a_sample_that_was_cut_goes_on(page):

@@ -157,7 +157,7 @@ def test_a_sharded_model_is_cut_to_a_shorter_block_size(two):
 DIES_EARLY = """
 from training import batches
 if os.environ['RANK'] == '1':
-    batches.open_tokens = lambda *args: os._exit(1)  # behind a barrier, before the model is built
+    batches.open_tokens = lambda *args: os._exit(1)  # after a barrier, before the model is built
 """
 
 

@@ -106,7 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
         return found
 
     def most_that_can_be_found(self, tokens, salt):
-        """The most tokens, whole pages but not all, behind which all that the next one sees is remembered."""
+        """The most tokens, whole pages but not all, after which all that the next one sees is remembered."""
         size, texts = self.pool.page_size, {*self.remembered().values()}
         return max(n for n in range(0, len(tokens), size)
                    if all((salt, *tokens[:p - p % size + size]) in texts for p in seen(self.config, n)))
@@ -322,7 +322,7 @@ def test_a_pool_without_room_is_refused():
 def test_the_same_hash_is_not_the_same_prefix(monkeypatch):
     monkeypatch.setattr('kvcache.pages.hash', lambda parts: 0, raising=False)
     pool = PagePool(8, 2)
-    # the third also has a page (3, 4), behind another first one
+    # the third also has a page (3, 4), after another first one
     for tokens, n in (([1, 2, 3, 4, 9], 0), ([1, 2, 5, 6, 9], 2), ([7, 8, 3, 4, 9], 0)):
         assert add(pool, tokens)[1] == n
 

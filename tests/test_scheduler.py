@@ -124,7 +124,7 @@ def test_pages_for_later_steps_keep_no_request_waiting(n_prompt, drawn):
     engine = engine_of(n_pages=8, most_ahead=64)
     a, = ask(engine, [1, 2, 3, 4, 5], 24)
     engine.step()
-    engine.return_soon[0] = 1  # the call ends behind its first step
+    engine.return_soon[0] = 1  # the call ends after its first step
     engine.step()
     assert a.n_drawn == 2 and engine.pool.n_free < 6  # two pages for its 6 tokens, and others for later ones
     b, = ask(engine, [i % V for i in range(n_prompt)], 2)

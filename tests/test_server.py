@@ -340,7 +340,7 @@ def test_health_while_loading_and_while_busy():
         for method, path in (('GET', '/health'), ('GET', '/v1/models'), ('POST', '/v1/completions'), ('GET', '/cache')):
             response = client.request(method, path)
             assert refused(response, 503)['code'] == 'loading' and response.headers['retry-after']
-        loads = re.findall(r'(?:src|href)="([^"]+)"', client.get('/').text)[1:]  # behind the icon, which is in the page
+        loads = re.findall(r'(?:src|href)="([^"]+)"', client.get('/').text)[1:]  # after the icon, which is in the page
         kinds = dict(html='text/html', css='text/css', js='text/javascript')
         assert [path for path in loads if path.startswith('vendor/')] == loads[1:3] and len(loads) == 4
         for path in ('', *loads):  # they ask nobody else, and nothing that an answer brings can run
@@ -400,12 +400,12 @@ def connected(client, data=b'', receive_buffer=None):
 
 
 def post(client, body, receive_buffer=None):
-    """A raw connection that has sent this body to /v1/completions, and is closed behind the answer."""
+    """A raw connection that has sent this body to /v1/completions, and is closed after the answer."""
     return connected(client, heads(body), receive_buffer)
 
 
 def read_all(connection, pause=0):
-    """(status, the body without comments) of a response, until it ends. pause: seconds behind each part."""
+    """(status, the body without comments) of a response, until it ends. pause: seconds after each part."""
     response = HTTPResponse(connection)
     response.begin()
     data = b''
@@ -456,7 +456,7 @@ def test_connections_that_wait_are_closed(engine, monkeypatch):
         assert events(read_all(slow)[1])[-1] == b'[DONE]'
         slow.close()
         for connection in waiting.values():
-            while connection.recv(999):  # what comes behind an answer, up to the end
+            while connection.recv(999):  # what comes after an answer, up to the end
                 pass
             connection.close()
 
@@ -488,7 +488,7 @@ def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_stalls_nobody(monkeyp
 
 
 def test_connections_have_a_limit(script):
-    """That of open files is not reached: those behind it are told so, and stderr has one line and no traceback."""
+    """That of open files is not reached: those after it are told so, and stderr has one line and no traceback."""
     process, client = script(10**9, 64)
     connections = [connected(client) for _ in range(150)]
     answers = []

@@ -68,7 +68,7 @@ def test_the_fastest_number_of_threads_is_chosen_and_chosen_again():
 
 
 def test_work_between_steps_is_no_pause():
-    """Steps of 3 ms, or 4 ms on one thread, and behind each group of them 30 ms of draws."""
+    """Steps of 3 ms, or 4 ms on one thread, and after each group of them 30 ms of draws."""
     choice, now, used = ThreadChoice([1, 2]), 0, []
     for _ in range(3000):
         used.append(choice.n)
@@ -209,7 +209,7 @@ time.sleep(0.3)
 
 @pytest.mark.skipif(not hasattr(os, 'sched_setaffinity') or n_cores() < 2, reason="threads cannot be kept off a core")
 def test_threads_are_kept_off_the_callers_core():
-    """By the step behind a pause; the caller may run anywhere, as before."""
+    """By the step after a pause; the caller may run anywhere, as before."""
     executor, before = CPUExecutor(model_of('learned'), threads=2), os.sched_getaffinity(0)
     Slots(executor).logits({Text([1, 2, 3]): 3})
     worker = workers.threads[0].native_id

@@ -33,7 +33,7 @@ def model_of(kind, seed=0, dtype=torch.float32, **how):
 def drawn_alone(model, prompt, n, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), constraint=None, logprobs=False,
                 **how):
     """
-    The tokens that a model draws behind a prompt, by full passes over a text that is cropped to block_size and by the
+    The tokens that a model draws after a prompt, by full passes over a text that is cropped to block_size and by the
     draw's definition; and the logits (1, vocab_size) of each. constraint: a `ToyConstraint`.
     """
     c, tokens, of_tokens = model.config, [], []

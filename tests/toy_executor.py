@@ -130,7 +130,7 @@ class ToyExecutor:
 
 
 class NextLetter(ToyExecutor):
-    """The likeliest token, by far, is the one behind the last one. A call makes one step, and reads nothing."""
+    """The likeliest token, by far, is the one after the last one. A call makes one step, and reads nothing."""
 
     def execute_model(self, batch):
         self.fails([part.tolist() for part in np.split(batch.tokens, np.cumsum(batch.counts)[:-1])])

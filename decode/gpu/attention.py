@@ -60,7 +60,7 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
     """
     Some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Lanes have a largest
     score, a sum of weights and sums of values each. With a matrix of queries a lane is a query; with one, lane i is key
-    i of each tile, and lanes meet behind the last tile.
+    i of each tile, and lanes meet after the last tile.
     """
     wait(OVERLAP)
     row, channels = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)

@@ -110,7 +110,7 @@ class GPUExecutor:
                    'head': lambda: step.head(step.x[inputs.wanted])}[kind]
             inputs.sequences.fill_(-1)  # what is run to be recorded writes nothing
             inputs.left.fill_(0)
-            inputs.step.fill_(0)  # that of the last call may be behind the last row of `drawn`
+            inputs.step.fill_(0)  # that of the last call may be after the last row of `drawn`
             self.graphs[kind, R] = self.queue.record(run)
         return self.graphs[kind, R]
 
@@ -122,7 +122,7 @@ class GPUExecutor:
 
     def load(self, sequences, counts, tokens, positions, n_steps=1, wanted=()):
         """
-        Have the slots on the device, and the inputs of a step behind the next `send`. counts: how many of the tokens
+        Have the slots on the device, and the inputs of a step after the next `send`. counts: how many of the tokens
         each sequence brings; n_steps: how many steps follow each other. Returns each `Row`. `Refused` without a slot.
         """
         rows, ends = self.rows(sequences), counts.cumsum()
@@ -150,7 +150,7 @@ class GPUExecutor:
         return logits
 
     def several(self, batch):
-        """Steps of a batch that decodes: the host launches some ahead, but none behind an end, or when it is late."""
+        """Steps of a batch that decodes: the host launches some ahead, but none after an end, or when it is late."""
         S, limits = len(batch.sequences), np.minimum(batch.n_steps, MOST_STEPS)
         n_steps, graph = int(limits.max()), self.graph('draw', S)
         rows = self.load(batch.sequences, np.ones(S, np.int64), batch.tokens, batch.positions, limits)

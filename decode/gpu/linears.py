@@ -39,7 +39,7 @@ def embed_kernel(tokens, positions, weight, positions_weight, x, most, C: tl.con
 
 
 def normed(x, out, norm, rms):
-    """out (R, n_embd), of the model's dtype: x, float32, behind a norm."""
+    """out (R, n_embd), of the model's dtype: x, float32, after a norm."""
     R, C = x.shape
     padded = triton.next_power_of_2(C)
     norm_kernel[R,](x, out, norm.weight.detach(), None if getattr(norm, 'bias', None) is None else norm.bias.detach(),
@@ -64,7 +64,7 @@ def norm_kernel(x, out, weight, bias, EPS: tl.constexpr, C: tl.constexpr, PADDED
 
 def linear(x, out, linear, ended, activation='', gate=None, add=False):
     """
-    out (R, n_out): a linear of x (R, n_in). ended: int32 zeros, one for each tile, and zeros again behind it.
+    out (R, n_out): a linear of x (R, n_in). ended: int32 zeros, one for each tile, and zeros again after it.
     activation: 'none' or 'tanh', GELU as `GPTConfig.gelu` names it, or ''. gate: another linear of x; out is
     silu(gate(x)) * linear(x). add: add it to what is in out.
     """

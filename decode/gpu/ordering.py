@@ -28,7 +28,7 @@ def wait(OVERLAP: tl.constexpr):
 def is_last(counter, n_programs):
     """
     Is this the last of n_programs that come here? Then it can read what the others have written. counter: int32, 0,
-    which it is again behind the last one.
+    which it is again after the last one.
     """
     tl.debug_barrier()  # all threads of this one have written
     n_before = n_programs - 1

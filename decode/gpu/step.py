@@ -36,7 +36,7 @@ class Step:
 
     def hidden_states(self, inputs, layers, apart=False):
         """
-        Compute x of the rows of `StepInputs`, behind all layers. layers: a `kvcache.storage.Layer` for each. apart:
+        Compute x of the rows of `StepInputs`, after all layers. layers: a `kvcache.storage.Layer` for each. apart:
         each row is of another sequence.
         """
         run, c, t, R = self.functions, self.config, self.model.transformer, len(inputs.tokens)

@@ -84,7 +84,7 @@ def store_query(x, q, norm, angles, row, head, EPS: tl.constexpr, N_HEAD: tl.con
 
 @triton.jit
 def head_of(x, norm, angles, of_row, EPS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
-    """float32 (PADDED,): the head at x behind a norm, turned by angles (of_row,); norm and angles may be None."""
+    """float32 (PADDED,): the head at x after a norm, turned by angles (of_row,); norm and angles may be None."""
     channels = tl.arange(0, PADDED)
     a = tl.load(x + channels, channels < D, 0).to(tl.float32)
     if norm is not None:

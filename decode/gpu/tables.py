@@ -36,7 +36,7 @@ class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'mar
     row is BIASED. marks: int32 (n_rows, vocab_size), of each token how often the sequence has drawn it, and IS_STOP and
     IN_PROMPT. most: float32 (n_rows, parts), the largest logits of the parts of a row. scores, found: float64 and int32
     (n_rows, MOST_PROGRAMS), of the programs that draw for a row. ended: int32 (n_rows,), how many of them have; 0
-    behind a draw. drawn: int64 (MOST_STEPS, R), the result: row number `step` is written, -1 for what has ended.
+    after a draw. drawn: int64 (MOST_STEPS, R), the result: row number `step` is written, -1 for what has ended.
     """
 
     def rows(self, n):
@@ -124,7 +124,7 @@ class CallTable:
 
     def land(self, first, end, S):
         """
-        (an event; what steps first to end - 1 have drawn for S rows, (n, S); left and broken behind them, (2, S)):
+        (an event; what steps first to end - 1 have drawn for S rows, (n, S); left and broken after them, (2, S)):
         arrays that are filled once the event is reached.
         """
         drawn, of_rows = self.landings[self.next_landing]

@@ -173,7 +173,7 @@ def store_row(builder, array, i, sums, factor, n):
 
 @instruction(types.UniTuple(floats, LANES))
 def load_rows(builder, array, scales, i, offsets, key, last):
-    """array[i + offsets[k] : + LANES] for LANES keys k from `key` on; `last` takes the place of those behind it."""
+    """array[i + offsets[k] : + LANES] for LANES keys k from `key` on; `last` takes the place of those after it."""
     keys = [builder.add(key, I64(r)) for r in range(LANES)]
     keys = [builder.select(builder.icmp_signed('<', k, last), k, last) for k in keys]
     at = [builder.add(i, emit_load(builder, address(builder, offsets, k), 8)) for k in keys]
@@ -292,7 +292,7 @@ def prepare_queries(memory, sizes, layer, heads):
 @njit
 def write_keys_values(memory, sizes, layer, kv_heads, stored, prepared):
     """
-    Store the new keys and values of kv_heads = (from, to) of all rows, keys behind their norm and turned to their
+    Store the new keys and values of kv_heads = (from, to) of all rows, keys after their norm and turned to their
     positions. prepared: where a key becomes so, head_dim numbers; several threads may store the same head, so that it
     must stay as it is in KV.
     """
@@ -403,7 +403,7 @@ def attend_eight(memory, sizes, row, n, head, scratch):
         for key in range(0, seen, LANES):
             at = r * stride + key
             store(scores, at, fma(load(scores, at), scale, slope * lanes_from(key + 1 - seen)))
-        scores[r * stride + seen] = softmax(scores, r * stride, seen)  # behind the weights of its row
+        scores[r * stride + seen] = softmax(scores, r * stride, seen)  # after the weights of its row
     whole = (position + 1) // EIGHT
     for i in range(0, head_dim, 2 * LANES):
         for first in range(0, n, N_WEIGHED):

@@ -5,7 +5,7 @@ The step gets two int64 tables: `memory`, the addresses of all arrays, and `size
 and the step. The constants here are the indices into these tables.
 """
 GROUP = 64        # all rows of activations are padded to a multiple of it
-SCALE_GROUP = 32  # inputs, and weights of an output, that share a scale when they are rounded
+SCALE_GROUP = 32  # rounded inputs that share a scale, and int4 weights of an output; int8 weights: GROUP
 SHEET = 4         # panels of weights that are side by side, see linears.py
 SUMMED_ROWS = 48  # rows whose sums with a sheet a thread keeps at a time
 KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
@@ -38,7 +38,7 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
 FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
 
 # memory: the address of
-(TOKENS,        # int64 (N,), or (N_STEPS + 1, N): one row is written behind each step
+(TOKENS,        # int64 (N,), or (N_STEPS + 1, N): one row is written after each step
  POSITIONS,     # int64 (N,)
  QUERY_STARTS,  # int64 (S + 1,): the first row of each sequence, and N
  RUNS,          # int64 (S,): the address of each sequence's table of runs, see `decode.batch.Runs`
@@ -76,11 +76,11 @@ FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
 FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
 
 # each thread's scratch: the address at memory[SCRATCH + N_SCRATCH * thread + ...] of
-(NORMED,        # float32 (rows, n_embd padded): rows behind a norm
+(NORMED,        # float32 (rows, n_embd padded): rows after a norm
  SCORES,        # float32 (8 or the heads of a group, keys padded): attention scores of some queries
  KEYS, VALUES,  # float32 (keys padded, head_dim): keys and values of one head, for the rows of a prompt
  EIGHTS,        # float32 (8, LANES / 2, 2, LANES): sums of values, see attention_tile.py
- HEAD,          # float32 (head_dim padded): a key behind its norm and its rotation
+ HEAD,          # float32 (head_dim padded): a key after its norm and its rotation
  SUMS,          # float32 (SUMMED_ROWS, SHEET, LANES): sums of some rows with a sheet
  ROUNDED,       # uint8 (rows, the most inputs of a linear): rows rounded to int8
  SCALES,        # float32 (rows, groups): their scales

@@ -51,7 +51,7 @@ WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
  SEEDS,
  NUMBERS,      # how many tokens it has drawn
  CHANGES,      # (N_CHANGES,), see below
- STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sequence where they end
+ STOP_STARTS,  # where its stop tokens begin in STOPS, and after the last sequence where they end
  # addresses of arrays that all sequences share
  STOPS,        # int64
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)

@@ -72,7 +72,7 @@ class CellPool:
         return self.unified and min(sequence.n_end - 1, sequence.max_positions) > sequence.n_writable
 
     def first_seen(self, n):
-        """The first position behind the sinks that the token at position n sees, if there is a window."""
+        """The first position after the sinks that the token at position n sees, if there is a window."""
         return max(self.n_sink, n - self.window + 1)
 
     def look_up(self, sequence):
