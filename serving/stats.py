@@ -64,7 +64,7 @@ class Snapshots:
     blocks: for each block {'samples': which have it, a list of [request id, index]; 'remembered': can it be found?;
     'text': of the tokens in it}.
     running, waiting: samples by age, {'id': of the request, 'index', 'n_prompt': tokens of the prompt, 'n_tokens': with
-    its own, 'computed': how many are in the cache, 'blocks': its block table, with None for blocks after the window}.
+    its own, 'computed': how many are in the cache, 'blocks': its block table, with None where the window has passed}.
     counters: {name: value} of GAUGES and COUNTERS.
     """
 

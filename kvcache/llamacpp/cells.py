@@ -105,7 +105,7 @@ class Cells:
         `put` tokens into cells that `find` has found, whatever they held. The head is after the last of them.
 
         A sequence that loses a position like this loses all earlier ones too, so that its other positions have no hole.
-        If it loses its last position, which can happen after a window of 1, its next token may have any position.
+        If it loses its last position, which can happen with a window of 1, its next token may have any position.
         """
         held = cells[self.pos[cells] != EMPTY]
         for row in np.flatnonzero(self.owners[:, held].any(axis=1)):
