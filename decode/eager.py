@@ -211,11 +211,17 @@ class StepLayer(NamedTuple):
         next layer may overwrite, their `Keys`, and itself.
         """
         self.layer.write(self.own, k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2))
-        return *self.layer.read(self.read, k.dtype), self.keys, self
+        all_k, all_v = self.layer.read(self.read, k.dtype)
+        return all_k.to(k.device), all_v.to(k.device), self.keys, self
 
 
 def layers_of_step(layers, device, own, read, position, allowed=None):
-    """A `StepLayer` for each layer, of what `step_slots` and the functions above return."""
-    own, read, position = (torch.from_numpy(each).to(device) for each in (own, read, position))
-    keys = Keys(position, None if allowed is None else torch.from_numpy(allowed).to(device))
-    return [StepLayer(layer, own, read, keys) for layer in layers]
+    """
+    A `StepLayer` for each layer, of what `step_slots` and the functions above return. device: the model's; a layer may
+    be on another one.
+    """
+    own, read = torch.from_numpy(own), torch.from_numpy(read)
+    slots = {d: (own.to(d), read.to(d)) for d in {layer.device for layer in layers}}
+    allowed = None if allowed is None else torch.from_numpy(allowed).to(device)
+    keys = Keys(torch.from_numpy(position).to(device), allowed)
+    return [StepLayer(layer, *slots[layer.device], keys) for layer in layers]
