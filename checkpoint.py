@@ -16,7 +16,7 @@ import torch
 import tokenizer as tokenizers
 from formats import check_vocabulary, files_of, from_pretrained
 from formats.names import GPT2
-from formats.weights import bare_name, check_weights, is_dense
+from formats.weights import check_weights, is_dense, once
 from whole_file import replacing
 
 ZIP_START = b'PK\x03\x04'
@@ -127,7 +127,7 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
         raise ValueError(f"the checkpoint's model_args lack {', '.join(missing)}: it cannot be built")
     try:
         config = GPTConfig(**args)
-        check_weights(config, GPT2, {bare_name(name): w for name, w in checkpoint['model'].items()})
+        check_weights(config, GPT2, once(checkpoint['model'].items()))
         model = GPT(config)
         model.load_state_dict(checkpoint['model'])
     except (ValueError, RuntimeError) as e:

@@ -208,18 +208,22 @@ def sample_by_model(model, tokenizer, prompts, dev, printed):
             draw_rows(model, torch.tensor([prompt] * len(rows), device=dev), rows, printed)
 
 
+class AllEnded(Exception):
+    """No row of a batch goes on."""
+
+
 def draw_rows(model, idx, numbers, printed):
     """Draw the samples with these numbers, each after its row of idx, until all have come to `stop`."""
     settings = [DrawSettings(model.config.vocab_size, seed + number, **draw_settings()) for number in numbers]
 
     def draw_and_print(logits, i):
         if all(printed.ended[number] for number in numbers):
-            raise StopIteration
+            raise AllEnded
         tokens = draw(logits, settings, [i] * len(numbers))
         for number, token in zip(numbers, tokens.tolist()):
             printed.add(number, [token], i + 1 == max_new_tokens)
         return tokens[:, None]
-    with suppress(StopIteration):
+    with suppress(AllEnded):
         model.generate(idx, max_new_tokens, use_cache=use_cache, draw=draw_and_print)
 
 

@@ -316,8 +316,10 @@ def state_of_dataset(folder):
         return {k: meta[k] for k in ('kind', 'chars') if k in meta}
     if os.path.exists(path):
         return {'kind': 'json', 'json': read_text(path)} | state_beside(folder)
+    if 'vocab_size' in meta:
+        return {'kind': 'unknown'}
     family = read_downloaded(os.path.join(folder, 'config.json')).get('model_type', 'gpt2')
-    return {'kind': 'unknown'} if 'vocab_size' in meta or family != 'gpt2' else GPT2
+    return GPT2 if family == 'gpt2' else {'kind': 'unknown'}
 
 
 def state_beside(folder):

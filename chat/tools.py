@@ -84,7 +84,7 @@ class Reader:
 
     def __init__(self, form, names, most=MOST_CALLS):
         self.form, self.names, self.most = form, names, most
-        self.held, self.is_text, self.is_behind_a_call = '', False, False
+        self.held, self.is_text, self.follows_a_call = '', False, False
 
     def push(self, piece, last=False):
         """
@@ -115,13 +115,13 @@ class Reader:
                 return found + self.said(said)
             calls = self.calls_in(inside)
             found += self.said(text + opened + inside + closed) if calls is None else self.said(text.rstrip()) + calls
-            self.is_behind_a_call |= calls is not None
+            self.follows_a_call |= calls is not None
             self.held = rest
         return found
 
     def said(self, text):
-        text = text.lstrip() if self.is_behind_a_call else text
-        self.is_behind_a_call &= not text
+        text = text.lstrip() if self.follows_a_call else text
+        self.follows_a_call &= not text
         return [text] * bool(text)
 
     def calls_in(self, text):

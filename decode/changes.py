@@ -67,7 +67,7 @@ def traits_of(module):
     """What the config says of a module, {what: value}: its class, and the shapes of its parameters."""
     if module is None:
         return {}
-    own = {'': f'a {type(module).__module__}.{type(module).__name__}'}
+    own = {'': type(module)}
     if isinstance(module, nn.GELU):
         own['.approximate'] = module.approximate
     return own | {f'.{key}': tuple(p.shape) for key, p in module._parameters.items() if p is not None}

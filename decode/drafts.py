@@ -118,7 +118,7 @@ class Ngrams:
         self.tokens, self.n_known, self.ends = tokens, 0, {}
 
     def after(self, k):
-        """Up to k tokens from after the last n-gram with which the tokens end."""
+        """Up to k tokens that follow the last n-gram with which the tokens end."""
         tokens = self.tokens
         for end in range(self.n_known, len(tokens)):
             for size in range(SHORTEST, min(LONGEST, end) + 1):
@@ -201,7 +201,7 @@ class ModelDraft:
 class DraftSequence:
     """
     A sequence in the pool of a `ModelDraft`. It has what an executor and a pool read of a sequence. proposed: what was
-    proposed last; all of it but the last one is in the slots behind n_computed.
+    proposed last; all of it but the last one is in the slots after n_computed.
     """
     whole = True
 

@@ -129,8 +129,8 @@ class DrawTable:
 
     def describe(self, sequences, done, return_soon, until, n=1):
         """
-        Write the table for these sequences, which draw from one of n rows of logits each, and have drawn `done` tokens
-        in this call. Returns its address.
+        Write the table for these sequences, which have drawn `done` tokens in this call. n: each has so many rows of
+        logits, side by side, of which a draw reads one. Returns the table's address.
         """
         settings = [s.settings for s in sequences]
         for s in sequences:
@@ -179,8 +179,12 @@ class DrawTable:
             sampling.DRAW.call(table, logits.data_ptr() + 4 * j * V, tokens.ctypes.data, 0, 1)
             for i in going:
                 found[i].append(int(tokens[i]))
-            going = [i for i in going if j < n - 1 and tokens[i] == proposals[j, i]
-                     and found[i][-1] not in sequences[i].settings.stop_ids]
+            ended = [i for i in going if j == n - 1 or tokens[i] != proposals[j, i]
+                     or found[i][-1] in sequences[i].settings.stop_ids]
+            for i in ended:
+                sequences[i].settings.n_counted = sequences[i].n_drawn + len(found[i])
+            self.arrays[sampling.NUMBERS][ended] = -1
+            going = [i for i in going if i not in ended]
             if not going:
                 break
         return found

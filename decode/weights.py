@@ -24,9 +24,9 @@ from positions import Positions, alibi_slopes, rotary_frequencies
 
 CALIBRATED = 64       # random tokens whose pass says how much the inputs of a linear matter
 ROWS_AT_ONCE = 2**9   # of a matrix that is packed: the numbers on the way fit the caches
-# A model's weights of more bytes than CACHED come from memory at each step. They are prefetched so many bytes AHEAD,
-# which makes a step of L with 1 or 4 rows 1.0 to 1.3 times as fast. What is in caches anyhow would only be delayed.
-CACHED, AHEAD = 2**25, 2**13
+# A model's weights of more bytes than CACHED come from memory at each step. They are prefetched PREFETCHED
+# bytes ahead, which makes a step of L with 1 or 4 rows 1.0 to 1.3 times as fast. For smaller ones the distance is 0.
+CACHED, PREFETCHED = 2**25, 2**13
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
 KINDS = {'float32': F32, 'bfloat16': I16, 'int8': I8, 'int4': I32}  # the same, as the kernel's code names them
 POSITIONS = dict(learned=layout.LEARNED, rope=layout.ROPE, alibi=layout.ALIBI, none=layout.NONE)
@@ -230,7 +230,7 @@ class PackedWeights:
             size, rows = size + padded(n, SHEET * LANES) * K // GROUP * ELEMENTS[KINDS[weights]], rows + n
         self.panels, self.bias = aligned(size, WEIGHTS[weights]), aligned(rows, np.float32)
         if self.panels.nbytes > CACHED:
-            self.table[:, layout.STREAMED] = AHEAD // self.panels.itemsize
+            self.table[:, layout.PREFETCH_DISTANCE] = PREFETCHED // self.panels.itemsize
         c, norms = model.config, (len(norms_of(model)), padded(model.config.n_embd, GROUP))
         self.arrays = {
             layout.PANELS: self.panels, layout.LINEARS: self.table, layout.BIAS: self.bias,

@@ -269,7 +269,7 @@ class Engine:
                 self.end(s, 'abort')
 
     def generate(self, prompts, max_new_tokens, n=1, seed=0, **settings):
-        """`stream`, collected: a list for each sample: its prompt and its new tokens, up to what has ended it."""
+        """`stream`, collected: for each sample a list of its prompt and its new tokens, up to what has ended it."""
         token_lists = [list(prompt) for prompt in prompts for _ in range(n)]
         with self.executor.torch_on_one_thread():
             for number, tokens in self.stream(prompts, max_new_tokens, n, seed, **settings):

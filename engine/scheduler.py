@@ -10,7 +10,7 @@ import numpy as np
 from decode.batch import Batch
 
 MOST_LOGITS = 2**22  # numbers that a call keeps for log probabilities
-BEHIND_AN_END = 8    # steps of a call after the end of a sequence, whose last tokens come when the call ends
+AFTER_AN_END = 8    # steps of a call after the end of a sequence, whose last tokens come when the call ends
 
 
 class Scheduler:
@@ -142,7 +142,7 @@ class Scheduler:
             most = min(most, self.at_once)
         if any(s.logprobs for s in sequences):
             most = max(1, min(most, MOST_LOGITS // (len(sequences) * sequences[0].settings.vocab_size)))
-        most = min(most, min(wanted) + BEHIND_AN_END)
+        most = min(most, min(wanted) + AFTER_AN_END)
         if self.waiting:
             most = min(most, max(1, self.pool.page_size))  # slots ahead are not worth more than a sequence that waits
         while most > 1 and not all([self.pool.extend(s, min(n, most)) for s, n in zip(sequences, wanted)]):

@@ -23,8 +23,8 @@ LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position
 
 def config_args(hf):
     """
-    The arguments of GPTConfig for a config.json, hf, as a dict. Dropout is not read. ValueError, in one line, names
-    what is missing, and what cannot be represented.
+    The arguments of GPTConfig for a config.json, hf, as a dict. Dropout is not read, and `bias` only says whether the
+    linear layers have biases. ValueError, in one line, names what is missing, and what cannot be represented.
     """
     family = hf.get('model_type')
     if family not in [*SIZES]:
@@ -74,10 +74,10 @@ def gpt_bigcode(hf, args):
 
 
 def starcoder2(hf, args):
-    expect(hf, norm_type=('layer_norm',), mlp_type=('default',), use_bias=(True,))
+    expect(hf, norm_type=('layer_norm',), mlp_type=('default',), use_bias=(True, False))
     return rotary(hf, args) | dict(
-        window=window_of(hf, args), n_inner=hf.get('intermediate_size', 12288), norm_eps=hf.get('norm_epsilon', 1e-5),
-        gelu=gelu_of(hf, 'hidden_act', 'gelu_pytorch_tanh'))
+        window=window_of(hf, args), n_inner=hf.get('intermediate_size', 12288), bias=hf.get('use_bias', True),
+        norm_eps=hf.get('norm_epsilon', 1e-5), gelu=gelu_of(hf, 'hidden_act', 'gelu_pytorch_tanh'))
 
 
 def llama(hf, args):
@@ -136,12 +136,12 @@ def rotary(hf, args):
 
 def mpt(hf, args):
     attention = typed(hf, 'attn_config', dict, {})
-    expect(hf, logit_scale=(None,), no_bias=(True,), norm_type=('low_precision_layernorm', 'layernorm'))
+    expect(hf, logit_scale=(None,), no_bias=(True, False), norm_type=('low_precision_layernorm', 'layernorm'))
     expect(attention, 'attn_config.', alibi=(True,), alibi_bias_max=(8,), attn_type=('multihead_attention',),
            clip_qkv=(None, 0), qk_ln=(False,), qk_gn=(False,), prefix_lm=(False,), rope=(False,),
            softmax_scale=(None, (args['n_embd'] / max(1, args['n_head'])) ** -0.5), sliding_window_size=(-1,))
     n_inner = typed(hf, 'expansion_ratio', int, 4) * args['n_embd']
-    return dict(position='alibi', bias=False, gelu='none', n_inner=n_inner,
+    return dict(position='alibi', bias=not hf.get('no_bias', True), gelu='none', n_inner=n_inner,
                 norm_eps=hf.get('layer_norm_epsilon', 1e-5))
 
 

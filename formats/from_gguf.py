@@ -148,7 +148,7 @@ class GGUFFile:
             num_key_value_heads=n_kv_head, head_dim=head_dim, rope_theta=theta, intermediate_size=sizes['n_inner'],
             rope_scaling=self.rope_scaling(head_dim, theta), sliding_window=window or None,
             use_sliding_window=window > 0, max_window_layers=0, rms_norm_eps=eps, norm_epsilon=eps,
-            attention_bias=has_bias, mlp_bias=has_bias)
+            use_bias=has_bias, attention_bias=has_bias, mlp_bias=has_bias)
 
     def rope_scaling(self, head_dim, theta):
         """

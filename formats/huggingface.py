@@ -27,9 +27,8 @@ def to_huggingface(model, folder, tokenizer=None):
 
     norm=rms, mlp=swiglu and rope: llama, or with a window mistral, with biases of q, k and v qwen2, with norms of
     queries and keys qwen3. Other models with rope: starcoder2, with its window as sliding_window.
-    alibi: mpt, which has no biases, and the exact GELU.
-    learned and none: gpt2. For none the positions are zeros.
-    In gpt2 and starcoder2 the biases that bias=False leaves out are zeros.
+    alibi: mpt, which has no biases (all of the model's must be zero), and the exact GELU.
+    learned and none: gpt2. For none the positions are zeros, and biases that bias=False leaves out are zeros.
     mpt and gpt2 have no grouped heads: the keys' and values' rows are repeated for each head of queries.
 
     The tokenizer gives the same ids, and the id of a space for a character that the model has never seen. meta.json is
@@ -73,11 +72,18 @@ def to_huggingface(model, folder, tokenizer=None):
 
 
 def huggingface_weights(model, family):
-    """{name: tensor} of a model, as its family has them."""
-    weights = {}
+    """{name: tensor} of a model, as its family has them. ValueError if the family has no place for its biases."""
+    c, weights = model.config, {}
     for name, their_name, w in named_weights(model, HUGGING_FACE[family]):
+        if family == 'mpt' and name.endswith('.bias'):
+            if w.any():
+                raise ValueError(f"{name} is not zero, but transformers' ALiBi models (mpt) have no biases: train "
+                                 "with --bias=False, or export to gguf")
+            continue
+        if family == 'starcoder2' and not c.bias and name.endswith('.bias') and '.ln_' not in name:
+            continue  # use_bias is False there, and the layer norms have one in any case
         if family in ('gpt2', 'mpt') and '.c_attn.' in name:
-            w = with_all_heads(w, model.config)
+            w = with_all_heads(w, c)
         if family == 'gpt2' and name.endswith(CONV1D):
             w = w.t()
         weights[their_name] = w.contiguous()
@@ -104,14 +110,11 @@ def huggingface_config(model, family):
             shared['rope_scaling'] = dict(rope_type=kind) | scaling
         if family == 'starcoder2':
             return shared | dict(
-                use_bias=True, norm_epsilon=eps, hidden_act={'none': 'gelu', 'tanh': 'gelu_pytorch_tanh'}[c.gelu],
+                use_bias=c.bias, norm_epsilon=eps, hidden_act={'none': 'gelu', 'tanh': 'gelu_pytorch_tanh'}[c.gelu],
                 residual_dropout=c.dropout, embedding_dropout=c.dropout)
         return shared | dict(
             hidden_act='silu', rms_norm_eps=eps, head_dim=c.head_dim, attention_bias=c.bias, mlp_bias=c.bias,
             use_sliding_window=c.window > 0, max_window_layers=0 if c.window else c.n_layer)
-    if c.bias:
-        raise ValueError("bias=True, but transformers' ALiBi models (mpt) have no biases: train with --bias=False, or "
-                         "export to gguf")
     if c.n_inner % c.n_embd:
         raise ValueError(f"n_inner {c.n_inner}, but in transformers' ALiBi models (mpt) it is a multiple of n_embd "
                          f"{c.n_embd}: export to gguf")

@@ -6,7 +6,7 @@ import sys
 from functools import cached_property, partial
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 from device import meta_model, side_by_side
 from formats.families import config_args
@@ -14,7 +14,7 @@ from formats.from_gguf import GGUFFile
 from formats.gguf_files import is_gguf
 from formats.hub import GPT2_NAMES, local_path
 from formats.names import CONV1D, HUGGING_FACE
-from formats.weights import bare_name, check_weights
+from formats.weights import check_weights, once
 from tokenizer import GPT2, read_downloaded, state_of_dataset
 
 MASKS = '.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq'  # no weights: old versions of transformers saved them
@@ -53,6 +53,8 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
     if config.tied and embedding not in weights and 'lm_head.weight' in weights:  # some files have it under this name
         weights[embedding] = weights['lm_head.weight']
     try:
+        if not config.bias and config.norm == 'layer':  # the layer norms of a starcoder2 have one in any case
+            config.bias = any(files.read(name, torch.float32).any() for name in weights if name.endswith('norm.bias'))
         check_weights(config, HUGGING_FACE[hf['model_type']], weights)
         model, dtype = meta_model(GPT, config), dtype or weights[embedding].dtype
         if lazy and dtype is not torch.bfloat16:  # these two dtypes can be packed
@@ -73,22 +75,29 @@ def state_dict_of(model, files, dtype, lazy):
     """The state dict of a model from the weights in files, which must all be used. ValueError says which do not fit."""
     family, c = files.config['model_type'], model.config
     names, state_dict, used, read = HUGGING_FACE[family], {}, {'lm_head.weight'}, {}
-    for name, w in model.state_dict().items():
+    for name, shape in ((name, w.shape) for name, w in model.state_dict().items()):
         theirs = names.of(name if name != 'lm_head.weight' or not c.tied else 'transformer.wte.weight')
+        if (family == 'starcoder2' and name.endswith('.bias') and not files.config.get('use_bias', True)
+                and '.ln_' not in name):
+            state_dict[name] = torch.zeros(shape, dtype=dtype)
+            continue
         used.update(theirs)
         if missing := [their_name for their_name in theirs if their_name not in files.weights]:
             raise ValueError(f"it lacks the weights {missing[0]}: is the download complete?")
         is_embedding = name.endswith(('wte.weight', 'wpe.weight')) or c.tied and name == 'lm_head.weight'
         of_head = c.tied and files.is_rounded and c.position != 'learned'
         its_dtype = torch.bfloat16 if lazy and is_embedding and files.is_rounded else dtype
-        read_it = partial(read_joined, files, theirs, its_dtype, name, c)
-        if lazy and w.dim() == 2 and (of_head or not is_embedding):
-            parts = [files.weights[each].to('meta', its_dtype) for each in theirs]
-            state_dict[name] = joined(parts, name, family, c)
-            state_dict[name].read = read_it
+        if lazy and len(shape) == 2 and (of_head or not is_embedding):
+            rows, columns = zip(*(files.weights[each].shape for each in theirs))
+            shape = sum(rows), *{*columns}  # parts of several widths do not fit
+            if family == 'gpt2' and name.endswith(CONV1D):
+                shape = shape[::-1]
+            state_dict[name] = torch.empty(shape, dtype=its_dtype, device='meta')
+            state_dict[name].read = partial(read_joined, files, theirs, its_dtype, name, c)
         else:
-            read[name] = read_it
-    others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS))
+            read[name] = partial(read_joined, files, theirs, its_dtype, name, c)
+    others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS)
+                    and not (c.bias is False and c.norm == 'layer' and name.endswith('norm.bias')))
     if others:
         raise ValueError(f"a GPT here has no place for: {', '.join(others[:3])}{' ...' * (len(others) > 3)} "
                          f"({len(others)})")
@@ -120,7 +129,7 @@ def files_of(model_type):
 class Files:
     """
     The safetensors files of a folder, of which none is opened before `weights` are asked for. is_gpt2: was it named as
-    a GPT-2? ValueError if the folder has none.
+    a GPT-2? ValueError if the folder has none, or not all of those that its index names.
     """
     is_rounded = False
 
@@ -131,10 +140,13 @@ class Files:
                              "*.safetensors, nor a GGUF file, nor owner/name of a model on the hub")
         index = os.path.join(folder, 'model.safetensors.index.json')
         if os.path.exists(index):
-            listed = read_downloaded(index).get('weight_map')
+            listed, there = read_downloaded(index).get('weight_map'), names
             if not isinstance(listed, dict):
                 raise ValueError(f"{index} has no weight_map: is the download complete?")
             names = sorted({*map(str, listed.values())})
+            if missing := [name for name in names if name not in there]:
+                raise ValueError(f"{folder} lacks {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}, which "
+                                 f"{os.path.basename(index)} names: is the download complete?")
         elif 'model.safetensors' in names:
             names = ['model.safetensors']
         self.folder, self.names, self.where = folder, names, os.path.join(folder, 'config.json')
@@ -148,15 +160,19 @@ class Files:
     def weights(self):
         """
         {name of a tensor without the base of its family: the tensor}, memory-mapped. ValueError if a file cannot be
-        read.
+        read, or if a tensor is there twice.
         """
-        weights = {}
+        pairs = []
         for path in (os.path.join(self.folder, name) for name in self.names):
             try:
-                weights |= {bare_name(name): w for name, w in load_file(path).items()}
+                file = safe_open(path, 'pt')
+                pairs += [(key, file.get_tensor(key)) for key in file.keys()]
             except Exception as e:  # errors of safetensors and of the file system all mean this
                 raise ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): is the download complete?") from e
-        return weights
+        try:
+            return once(pairs)
+        except ValueError as e:
+            raise ValueError(f"{self.folder}: {e}") from e
 
     def read(self, name, dtype):
         """A tensor. ValueError if it is not of numbers that can be used."""

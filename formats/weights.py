@@ -6,16 +6,28 @@ def is_dense(x):
     return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized and not x.is_meta
 
 
-def bare_name(name):
-    """Without what may stand before it: `_orig_mod.` of compiled models, `transformer.` or `model.` of a family."""
-    return name.removeprefix('_orig_mod.').removeprefix('transformer.').removeprefix('model.')
+def once(weights):
+    """
+    {name: tensor} of pairs (name, tensor), without what may stand before a name: `_orig_mod.` of compiled models,
+    `transformer.` or `model.` of a family. ValueError if two names are the same then, and their values are not.
+    """
+    found = {}
+    for name, w in weights:
+        name = name.removeprefix('_orig_mod.').removeprefix('transformer.').removeprefix('model.')
+        if not same(found.setdefault(name, w), w):
+            raise ValueError(f"the weights {name} are there twice, with different values")
+    return found
+
+
+def same(a, b):
+    return a.data_ptr() == b.data_ptr() or torch.equal(a, b)  # NaN is not equal to itself
 
 
 def check_weights(config, names, weights):
     """
-    ValueError unless `weights`, {bare name: tensor}, have the number of layers, the embedding and the positions of
-    config, and their lm_head, if there is one and config.tied, is the embedding. To be called before a model is built,
-    because the sizes that are written in a file may be any numbers. names: those of the project of the weights.
+    ValueError unless `weights`, see `once`, have the number of layers, the embedding and the positions of config, and
+    their lm_head, if there is one and config.tied, is the embedding. To be called before a model is built, because the
+    sizes that are written in a file may be any numbers. names: those of the project that the weights are from.
     """
     n_layer = len({name.split('.')[1] for name in weights if name.startswith(names.layers + '.')})
     if n_layer != config.n_layer:
@@ -27,9 +39,7 @@ def check_weights(config, names, weights):
         if name not in weights or weights[name].shape != shape:
             found = tuple(weights[name].shape) if name in weights else "missing"
             raise ValueError(f"{sizes[name]} and n_embd are {shape}, but {name} is {found}")
-    w, head = weights[embedding], weights.get('lm_head.weight') if config.tied else None
-    # one tensor is not equal to itself if it has NaN
-    if head is not None and head.data_ptr() != w.data_ptr() and not torch.equal(head, w):
+    if config.tied and not same(weights.get('lm_head.weight', weights[embedding]), weights[embedding]):
         raise ValueError(f"lm_head.weight is not {embedding}, but the config says that it is: set tied, or "
                          "tie_word_embeddings, to false")
 
@@ -65,14 +75,14 @@ def named_weights(model, names):
 def weights_with_biases(model):
     """
     The model's state dict on the CPU, without a tied lm_head, with zeros as the positions of position='none', and with
-    zeros for the biases that it lacks if its norms can have any, but for ALiBi: mpt is a family without biases.
+    zeros for the biases that it lacks if its norms can have any.
     """
     c, weights = model.config, {}
     for name, w in model.state_dict().items():
         weights[name] = w.cpu()
         if name.endswith('wte.weight') and c.position == 'none':
             weights[name.replace('wte', 'wpe')] = w.new_zeros(c.block_size, c.n_embd, device='cpu')
-        if c.norm == 'layer' and c.position != 'alibi' and name.endswith('.weight') and not name.endswith(
+        if c.norm == 'layer' and name.endswith('.weight') and not name.endswith(
                 ('wte.weight', 'wpe.weight', 'lm_head.weight')):
             # if the model has this bias, it comes next in the state dict and replaces the zeros
             weights[name.removesuffix('weight') + 'bias'] = w.new_zeros(len(w), device='cpu')

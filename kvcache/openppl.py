@@ -10,6 +10,8 @@ its documentation defines it since it has cache_mode 1 and page_size:
     what it returns                                 the outputs key and value
     `storage.quantise`                              the quantisation of quant_bit 8 and 4
 """
+import operator
+
 import torch
 
 from kvcache.storage import dequantise, quantise
@@ -51,7 +53,9 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     current tokens too. cache and scale are written in place. Raises ValueError, with nothing written, if shapes,
     lengths or rows do not fit together.
     """
-    max_seqlen, max_kvlen = int(max_seqlen), int(max_kvlen)
+    max_seqlen, max_kvlen = map(operator.index, (max_seqlen, max_kvlen))
+    if any(x.dtype not in (torch.int32, torch.int64) for x in (seqstarts, kvstarts, cachestarts, start_pos)):
+        raise ValueError("seqstarts, kvstarts, cachestarts and start_pos must be tensors of int64 or int32")
     # sums in int32 overflow
     seqstarts, kvstarts, cachestarts, start_pos = (x.long() for x in (seqstarts, kvstarts, cachestarts, start_pos))
     stored = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat,
@@ -135,13 +139,17 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
 
 
 def view_of(tensor, name, dtypes, cache_layout, L, H, D):
-    """A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if it has another type or shape."""
+    """
+    A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if it has another type or shape, or is expanded.
+    """
     if tensor is None or tensor.dtype not in dtypes:
         raise ValueError(f"for this quant_bit the {name} must be {' or '.join(map(str, dtypes))}, not "
                          f"{tensor if tensor is None else tensor.dtype}")
     if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
         names = ', '.join(str(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)]) for axis in range(5))
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride())):
+        raise ValueError(f"the {name} is expanded, and a write to one row would change another: make it contiguous")
     return tensor.permute(LAYOUTS[cache_layout])
 
 

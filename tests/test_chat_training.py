@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, TINY, run, sizes
 from example_models import CHAT, TIKTOKEN_CACHE, chat_tokenizer, needs_byte_pairs, sentencepiece_tokenizer
 from test_chat_template import conversation
+from test_parallel import gloo, train_in  # noqa: F401
 from test_train import same
 
 import checkpoint as checkpoints
@@ -223,6 +224,17 @@ def test_runs_on_conversations_stop_and_go_on_to_the_bit(repo):
     c = checkpoints.load(str(repo / 'c' / 'ckpt.pt'))
     assert c['iter_num'] == 1 and c['model_args']['block_size'] == 64
     assert c['tokenizer']['chat_template'] == a['tokenizer']['chat_template']
+
+
+def test_two_processes_share_the_batches_of_conversations(repo, gloo):  # noqa: F811
+    _, settings = chat_files(repo)
+    assert run(repo, 'data/chat/prepare.py', *settings).returncode == 0
+    how = *SHORT, '--max_iters=4', '--dropout=0.0', '--gradient_accumulation_steps=2', '--learning_rate=1e-3'
+    assert run(repo, 'train.py', *TINY, *how, '--out_dir=one').returncode == 0
+    train_in(repo, 2, *how, '--out_dir=two')
+    one, two = (checkpoints.load(str(repo / d / 'ckpt.pt')) for d in ('one', 'two'))
+    assert all(torch.allclose(w, two['model'][name], atol=1e-4) for name, w in one['model'].items())
+    assert one['best_val_loss'] == pytest.approx(two['best_val_loss'], abs=2e-5)
 
 
 HI = dict(role='user', content='Hi')

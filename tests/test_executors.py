@@ -182,7 +182,8 @@ def test_the_judges_logits_for_any_split_into_batches_and_the_same_bits(way, kin
         monkeypatch.setattr(GPUExecutor, 'most_sequences', chooser.choice([256, 64]))
         model = model_of(name, seed, **how | WIDTHS[(number + seed) % 4])
         executor = made(way, model)
-        all_texts = texts(chooser.choice([2, 5, 9]), min(sizes(70, 300), model.config.max_positions), seed)
+        n = min(sizes(70, 300), model.config.max_positions)
+        all_texts = texts(*chooser.choice([(2, n), (5, n), (9, n), (64, 12)]), seed)
         expected = judged(model, all_texts, way.split()[1])
         scale = expected.abs().max()
         same = None if way.startswith('eager') else alone(executor, all_texts)
@@ -192,6 +193,35 @@ def test_the_judges_logits_for_any_split_into_batches_and_the_same_bits(way, kin
             assert (logits.double() - expected[i, part]).abs().max() < WORST[way] * scale, (i, first)
             assert same is None or torch.equal(logits, same[i][part]), (i, first, len(logits))
         in_any_batches(Slots(executor, layout, seed=seed), all_texts, chooser, check)
+
+
+SLIDING = [dict(position=position, n_kv_head=n_kv_head, window=window, n_sink=n_sink)
+           for position, n_kv_head, (window, n_sink) in itertools.product(
+               ('rope', 'alibi', 'none'), (4, 2, 1), ((1, 0), (5, 0), (13, 0), (5, 2), (1, 1), (7, 3)))]
+
+
+@pytest.mark.parametrize('case', sizes(random.Random(0).sample(SLIDING, 3), SLIDING), ids=lambda c: ' '.join(
+    map(str, c.values())))
+def test_models_that_slide_on_texts_of_many_contexts(case):
+    """The model with its ring and both executors, in any chunks, on texts of 20 x block_size."""
+    model = model_of('learned', 1, torch.float64, block_size=16, **case)
+    all_texts = texts(2, sizes(6, 20) * 16)
+    idx, cache, start = torch.tensor([text.tokens for text in all_texts]), None, 0
+    expected, chooser = plain(model, idx), random.Random(0)
+
+    def check(i, first, logits, worst=1e-10):
+        part = expected[i, first:first + len(logits)]
+        assert (logits - part).abs().max() < worst * expected.abs().max(), (i, first)
+    with torch.no_grad():
+        while start < idx.size(1):
+            new = idx[:, start:start + chooser.choice([1, 1, 2, 9, 40])]
+            logits, _, cache = model(new, new, cache, use_cache=True)
+            for i, of_row in enumerate(logits):
+                check(i, start, of_row)
+            start += new.size(1)
+    in_any_batches(Slots(EagerExecutor(model), 'cells'), all_texts, chooser, check)
+    in_any_batches(Slots(CPUExecutor(model.float(), threads=TWO)), texts(2, idx.size(1)), chooser,
+                   lambda *found: check(*found, worst=2e-5))
 
 
 @pytest.mark.parametrize('kv, worst', [('int8', 0.02), ('float16', 0.003)])

@@ -3,6 +3,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -77,7 +78,7 @@ def handled(monkeypatch):
     signums = []
     monkeypatch.setattr(stopping.signal, 'signal', lambda signum, handler: signums.append(signum))
     monkeypatch.setattr(stopping.os, '_exit', sys.exit)
-    monkeypatch.delenv('RANK', raising=False)
+    monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
     return signums
 
 
@@ -93,7 +94,7 @@ def test_a_sigint_that_is_ignored_at_entry_stays_so(handled, monkeypatch, at_ent
 def test_a_second_signal_ends_the_process_unless_torchrun_sends_it(handled, monkeypatch, under_torchrun, capsys):
     """A signal to a run that stops already for another reason is a first one."""
     if under_torchrun:
-        monkeypatch.setenv('RANK', '0')
+        monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
     request = stopping.StopRequest()
     request.asked = True
     request.ask(signal.SIGINT, None)
@@ -111,6 +112,20 @@ def test_a_signal_while_processes_agree_stops_the_next_iteration(handled, monkey
             request.ask(signal.SIGTERM, None)
     monkeypatch.setattr(stopping.dist, 'all_reduce', all_reduce)
     assert [request.agreed(2, 'cpu') for _ in range(3)] == [False, False, True] and seen == [0.0, 0.0, 1.0]
+
+
+def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
+    settings = ('--max_iters=1000000', '--eval_interval=1', '--eval_iters=1', '--n_embd=128')  # saves every iteration
+    for delay in sizes((0.013,), (0.0, 0.013, 0.031, 0.057, 0.111)):
+        (repo / 'out' / 'log.csv').unlink(missing_ok=True)
+        process = start_training(repo, *settings)
+        wait_for_rows(process, repo / 'out', 6)
+        time.sleep(delay)
+        process.kill()
+        process.communicate(timeout=300)
+        n = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['iter_num']
+        assert n > 0
+    assert train(repo, *settings[2:], '--init_from=resume', f'--max_iters={n + 2}').returncode == 0
 
 
 def test_the_best_model_stays_and_the_run_goes_on_from_its_end(repo):

@@ -105,6 +105,26 @@ def test_a_draft_that_is_the_model_is_always_right(kind, monkeypatch):
     check(engine_of(m, executor, 250), requests[::-1])  # so that other slots have other keys
 
 
+@pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError])
+def test_an_interrupt_and_an_error_in_a_draft(error):
+    """The engine computes all again; a sequence whose step has failed twice ends with the error."""
+    m, left = model_of('rope window sinks'), [1]
+
+    def fail(n_threads):
+        if left:
+            left.pop()
+            raise error('no draft')
+    executor, rounds = drafting(m, AnyDraft(then=fail))
+    engine, expected = engine_of(m, executor), given(engine_of(m), REQUESTS)
+    sequences = [s for prompt, n, how in REQUESTS for s in engine.add(prompt, n, **how)]
+    while any(not s.ended for s in sequences):
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            assert error is KeyboardInterrupt
+    assert [s.tokens for s in sequences] == [tokens for tokens, _, _ in expected] and rounds() and not left
+
+
 def test_a_proposal_behind_which_logits_are_not_numbers():
     """Nobody asks for these if the proposal is rejected. A text in which the token comes ends with an error."""
     m = model_of('qwen window')  # whose lm_head has weights of its own

@@ -26,7 +26,7 @@ class StopRequest:
 
     def ask(self, signum, frame):
         """The signal handler."""
-        under_torchrun = 'RANK' in os.environ
+        under_torchrun = 'TORCHELASTIC_RUN_ID' in os.environ
         if self.signalled:
             if not under_torchrun:
                 os._exit(128 + signum)
@@ -46,5 +46,6 @@ class StopRequest:
         asked = torch.tensor(float(self.asked), device=device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         agreed = bool(asked)
-        self.asked |= agreed  # a signal that came meanwhile is kept for the next iteration
+        if agreed:  # else a signal that came meanwhile is kept for the next iteration
+            self.asked = True
         return agreed

@@ -32,7 +32,7 @@ def check_here(model, functions, queue):
         return executor.logits_of([texts[i] for i in order], tokens[last[order]], positions[last[order]],
                                   [1] * len(order), np.arange(len(order)))
 
-    def logits_behind_a_draw(order):
+    def logits_after_a_draw(order):
         graph = executor.graph('draw', len(order))
         executor.load([texts[i] for i in order], ones.repeat(len(order)), tokens[last[order]], positions[last[order]])
         executor.table.send()  # nobody draws: the draw leaves logits alone
@@ -45,7 +45,7 @@ def check_here(model, functions, queue):
             found = executor.logits_of(texts, tokens, positions, lengths, last)
             orders = order, np.tile(order, 12), order[:1], order[:9], order[2:]
             wrong = [] if all(torch.equal(found[order], logits(order)) for order in orders) and all(
-                torch.equal(found[order], logits_behind_a_draw(order)) for order in (order, order[:1])) else [
+                torch.equal(found[order], logits_after_a_draw(order)) for order in (order, order[:1])) else [
                     "rows have other bits among others"]
             drawn = executor.drawn(texts, found)
             defined = draw(found, [text.settings for text in texts], [0] * N_TEXTS).tolist()

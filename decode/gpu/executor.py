@@ -110,7 +110,7 @@ class GPUExecutor:
                    'head': lambda: step.head(step.x[inputs.wanted])}[kind]
             inputs.sequences.fill_(-1)  # what is run to be recorded writes nothing
             inputs.left.fill_(0)
-            inputs.step.fill_(0)  # that of the last call may be after the last row of `drawn`
+            inputs.step.fill_(0)  # that of the last call may be past the last row of `drawn`
             self.graphs[kind, R] = self.queue.record(run)
         return self.graphs[kind, R]
 

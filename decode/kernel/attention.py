@@ -403,7 +403,7 @@ def attend_eight(memory, sizes, row, n, head, scratch):
         for key in range(0, seen, LANES):
             at = r * stride + key
             store(scores, at, fma(load(scores, at), scale, slope * lanes_from(key + 1 - seen)))
-        scores[r * stride + seen] = softmax(scores, r * stride, seen)  # after the weights of its row
+        scores[r * stride + seen] = softmax(scores, r * stride, seen)  # stored at the end of the weights of its row
     whole = (position + 1) // EIGHT
     for i in range(0, head_dim, 2 * LANES):
         for first in range(0, n, N_WEIGHED):

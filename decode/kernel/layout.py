@@ -95,5 +95,5 @@ BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT = range(1, 5)
 QUERIES, KEYS_VALUES, ATTENTION_PROJECTION, MLP_HIDDEN, MLP_PROJECTION, LINEARS_PER_LAYER = range(6)
 
 # the columns of the table of linears: its first element in the panels, its first panel (numbered through all linears),
-# its inputs padded to GROUP, how many panels it has, and how many elements ahead it prefetches them
-FIRST_WEIGHT, FIRST_PANEL, N_INPUTS, N_PANELS, STREAMED, N_COLUMNS = range(6)
+# its inputs padded to GROUP, how many panels it has, and how many elements ahead it prefetches weights
+FIRST_WEIGHT, FIRST_PANEL, N_INPUTS, N_PANELS, PREFETCH_DISTANCE, N_COLUMNS = range(6)

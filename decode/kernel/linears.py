@@ -145,7 +145,8 @@ def multiply_tile(builder, w, w_at, ahead, x, rounded, scales, starts, input_sum
     w at w_at: a sheet of packed weights from the first of these inputs on, see linears.py. x at x_at + r * stride: row
     r, float32. For int8 and int4 weights it is read from `rounded`, 8 bits, with the scales of the groups of all rows.
     starts: where the int32 sums of these groups begin, for int8; input_sums: the sums of their inputs, for int4. The
-    sums, (n_rows, SHEET, LANES) at sums_at, are continued where `more`. ahead: of the weights that are prefetched.
+    sums, (n_rows, SHEET, LANES) at sums_at, are continued where `more`. While weights from w_at on are multiplied,
+    those from `ahead` on are prefetched.
     """
     element, x_group = w.type.pointee, builder.udiv(x_at, I64(SCALE_GROUP))
     pointers = [address(builder, *at) for at in (
@@ -210,7 +211,7 @@ class Tile:
             builder.store(builder.load(total), place).align = 4
 
     def prefetch(self, i, *behind):
-        """Prefetch vector number i of each panel at `ahead`, `behind` as in `load_vectors`."""
+        """Prefetch, from `ahead` on, what `load_vectors` loads from `w` on."""
         for p in range(self.first, self.first + self.n, 16 // LANES):
             at = self.at(self.ahead, I8, (i, SHEET * self.of_vector), p * self.of_vector, *behind)
             call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), at, I32(0), I32(3), I32(1))  # read, data
@@ -390,17 +391,17 @@ def tile_sizes(w, n_rows, K):
 
 
 @njit(forceinline=True)
-def multiply_sheet(linears, w_at, streamed, K, x, row, n_rows, sizes, scratch):
+def multiply_sheet(linears, w_at, distance, K, x, row, n_rows, sizes, scratch):
     """
     The sums of n_rows rows of x, from `row` on, and the sheet at w_at, into scratch.sums: (n_rows, SHEET, LANES).
-    streamed: how many elements ahead of those that it multiplies the first tile prefetches.
+    distance: how many elements ahead of those that it multiplies the first tile prefetches.
     """
     w, k = linears.panels, 0
-    n_tile, most, part = sizes
+    n_tile, _, part = sizes
     while k < K:
         n, at, r = min(part, K - k), w_at + sheet_elements(w, k), 0
         while r < n_rows:
-            ahead, x_at = at + streamed if r == 0 else at, (row + r) * K + k
+            ahead, x_at = at + distance if r == 0 else at, (row + r) * K + k
             multiply_tile(w, at, ahead, x, scratch.rounded, scratch.scales, scratch.starts, scratch.input_sums, x_at,
                           K, min(n_tile, n_rows - r), n, k > 0, scratch.sums, r * SHEET * LANES)
             r += n_tile
@@ -425,7 +426,7 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
         for row in range(0, n_rows, sizes[1]):
             n = min(n_rows - row, sizes[1])
             w_at = first_weight + sheet // SHEET * sheet_elements(linears.panels, K)
-            multiply_sheet(linears, w_at, table[at + layout.STREAMED], K, x, row, n, sizes, scratch)
+            multiply_sheet(linears, w_at, table[at + layout.PREFETCH_DISTANCE], K, x, row, n, sizes, scratch)
             for p in range(max(sheet, panels[0]), min(sheet + SHEET, panels[1])):
                 bias = load(linears.bias, (first_panel + p) * LANES)
                 for i in range(n):

@@ -404,8 +404,8 @@ def is_stop(table, i, token):
 def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     """
     Draw tokens for the sequences of a table from logits, a row of vocab_size float32 for each. This thread draws for
-    the sequences thread, thread + n_threads, ... Returns 1 if another step may follow; 0 if one of its tokens ends its
-    sequence, if RETURN_SOON is set, or if it is late.
+    those of the sequences thread, thread + n_threads, ... whose numbers are not negative. Returns 1 if another step may
+    follow; 0 if one of its tokens ends its sequence, if RETURN_SOON is set, or if it is late.
     """
     table, tokens, ended = longs_at(table_at), longs_at(tokens_at), False
     scratch = table[SCRATCH] + 8 * table[VOCAB_SIZE] * N_SCRATCH * thread
@@ -413,6 +413,8 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     if thread >= n_threads:
         return 1
     for i in range(thread, table[N_SEQUENCES], n_threads):
+        if longs_at(table[NUMBERS])[i] < 0:
+            continue
         tokens[i] = next_token(table, i, floats_at(logits_at + 4 * table[STRIDE] * i), scratch)
         ended |= is_stop(table, i, tokens[i])
     return 0 if ended or observe(longs_at(table[RETURN_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
