@@ -13,14 +13,17 @@ that import ends the script with a line that says what to do.
 """
 import ast
 import difflib
+import glob
 import importlib.util
 import io
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import time
 import tokenize
 import types
@@ -138,9 +141,13 @@ def override(namespace, argv):
     """
     settings = find_settings(namespace)
     files = [arg for arg in argv if not arg.startswith('-')]
-    for arg in argv[:-1]:
+    for arg, following in zip(argv, argv[1:]):
         if re.fullmatch(r'(?i)-+[\w-]*key=?', arg):  # what follows may be the key
             raise ValueError(f"settings are written --key=value, without blanks: {arg.rstrip('=')}=*** (see --help)")
+        if following in files and not os.path.exists(following) and type(namespace.get(arg[2:])) is not bool and (
+                arg[2:] in settings):
+            raise ValueError("settings are written --key=value, without blanks: "
+                             f"{arg}={_short(following)} (see --help)")
     changes = {}  # {name: (value, 'command line' or the file)}
     for path in files:
         for name, value in _read_file(path, {k: namespace[k] for k in settings}).items():
@@ -169,6 +176,7 @@ def find_settings(namespace):
     """{name: comment} of every lower-case name without a leading _ that the script assigns a plain value, in order."""
     with open(namespace['__file__'], encoding='utf-8') as f:
         source = f.read()
+    lines = source.split('\n')
     comments = {tok.start[0]: tok.string.lstrip('# ').strip()
                 for tok in tokenize.generate_tokens(io.StringIO(source).readline) if tok.type == tokenize.COMMENT}
     settings = {}
@@ -176,7 +184,10 @@ def find_settings(namespace):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             if name.islower() and name[0] != '_' and isinstance(namespace.get(name), (bool, int, float, str, tuple)):
-                settings[name] = comments.get(node.lineno, '')
+                line = node.end_lineno
+                settings[name] = comments.get(line, '')
+                while (line := line + 1) in comments and lines[line - 1].startswith(' '):  # it goes on there
+                    settings[name] += ' ' + comments[line]
     return settings
 
 
@@ -184,7 +195,9 @@ def describe(namespace, settings):
     """The text of --help: the script's own docstring, then each setting with its default and its comment."""
     rows = [(f"--{name}={_shown(name, namespace[name])}", comment) for name, comment in settings.items()]
     width = min(40, max(len(row[0]) for row in rows))
-    lines = [f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows]
+    room = max(40, shutil.get_terminal_size().columns - width - 5)
+    lines = [f"  {left if not i else '':<{width}}  {part}".rstrip()
+             for left, comment in rows for i, part in enumerate(textwrap.wrap(comment, room) or [''])]
     return (namespace.get('__doc__') or '').strip() + '\n\n' + '\n'.join(lines)
 
 
@@ -222,7 +235,9 @@ class Assigned(dict):
 
 def _read_file(path, defaults):
     if not os.path.isfile(path):
-        raise ValueError(f"no config file {_short(path)} (settings are written --key=value)")
+        near = difflib.get_close_matches(path, glob.glob(os.path.join(glob.escape(os.path.dirname(path)), '*.py')), n=1)
+        hint = f"did you mean {near[0]}?" if near else "settings are written --key=value"
+        raise ValueError(f"no config file {_short(path)} ({hint})")
     assigned, source = Assigned(defaults, __file__=path), read_text(path)
     try:
         exec(compile(source, path, 'exec'), assigned, assigned)

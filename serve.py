@@ -17,13 +17,6 @@ if __name__ == '__main__':  # until the server listens there is nothing to save:
 
 import configurator  # before torch: it says so in one line where torch is missing
 
-# isort: split
-configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
-                                "run `make serve`, or `pip install -r requirements-serve.txt`")
-
-from serving.loading import load_engine
-from serving.server import Service, read_key, run
-
 init_from = 'resume'  # resume (from out_dir), owner/name of a model on the hub, gpt2 (-medium, -large, -xl), a folder
                       # in Hugging Face format, or a GGUF file
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
@@ -59,11 +52,15 @@ def main(config):
     configurator.check_range(config, 0.01, 0.99, 'kv_memory')
     if not host.strip():
         raise ValueError("host must be an address to listen at, such as 127.0.0.1, or 0.0.0.0 for all, not empty")
+    configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
+                                    "run `make serve`, or `pip install -r requirements-serve.txt`")
+    from serving.server import Service, read_key, run  # after the settings: torch's import takes seconds
     key = read_key(api_key if 'api_key' in config.given else None)
     run(Service(load, key, cors_origin, f'{allowed_hosts},{host}'), host, port, drain)
 
 
 def load():
+    from serving.loading import load_engine
     return load_engine(init_from, out_dir, name, device, decoder, weights, threads, kv_memory, speculate, draft,
                        generation_config, chat_template, n_blocks or None, page_size, max_num_batched_tokens or None,
                        max_queue)

@@ -153,8 +153,8 @@ def train(config, world_size, rank, stop, log, checkpointer):
     eval_batches = {split: kind(data_dir, split, *drawn, seed + 1) for split in ('train', 'val')}
     for split, batches in eval_batches.items():
         if kind is Conversations:
-            log.say(f"{split}: {len(batches.starts):,} conversations; {batches.n_cut:,} are longer than block_size "
-                    f"{block_size}, and cut there")
+            cut = f"; {batches.n_cut:,} are longer than block_size {block_size}, and cut there" if batches.n_cut else ''
+            log.say(f"{split}: {len(batches.starts):,} conversations{cut}")
     if dev == 'cpu' and not dist.is_initialized() and not eval_only:
         choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
     eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
