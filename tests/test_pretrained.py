@@ -1,4 +1,5 @@
 """formats/families.py and formats/pretrained.py: folders in Hugging Face format, what is read and what is refused."""
+import functools
 import json
 import os
 import shutil
@@ -95,7 +96,8 @@ def test_the_models_of_the_hub(hf, expected):
     (GPT2, dict(n_inner=1000, layer_norm_epsilon=1e-6), dict(n_inner=1000, norm_eps=1e-6)),
     (GPT2, dict(tie_word_embeddings=False), dict(tied=False)),
     (STARCODER2_3B, dict(head_dim=64, intermediate_size=8192), dict(head_dim=64, n_inner=8192)),
-    (MPT_7B, dict(expansion_ratio=2), dict(n_inner=8192)),
+    (MPT_7B, dict(expansion_ratio=2), dict(n_inner=8192)), (MPT_7B, dict(no_bias=False), dict(bias=True)),
+    (STARCODER2_3B, dict(use_bias=False), dict(bias=False)),
     (QWEN2_05B, dict(use_sliding_window=True), dict(window=0)),  # from layer 24 on, and there are 24
     (QWEN2_05B, dict(use_sliding_window=True, layer_types=['sliding_attention'] * 24, sliding_window=99),
      dict(window=99)),
@@ -118,8 +120,7 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
         (GPT2, 'activation_function', 'relu'), (GPT2, 'scale_attn_by_inverse_layer_idx', True),
         (GPT2, 'scale_attn_weights', False), (GPT2, 'quantization_config', {'bits': 4}),
         (STARCODER2_3B, 'hidden_act', 'silu'), (STARCODER2_3B, 'norm_type', 'rms_norm'),
-        (STARCODER2_3B, 'mlp_type', 'gated'), (STARCODER2_3B, 'use_bias', False), (MPT_7B, 'no_bias', False),
-        (MPT_7B, 'logit_scale', 'inv_sqrt_d_model'),
+        (STARCODER2_3B, 'mlp_type', 'gated'), (MPT_7B, 'logit_scale', 'inv_sqrt_d_model'),
         (LLAMA_3_2_1B, 'mlp_bias', True), (QWEN3_06B, 'attention_bias', True))],
     *[(MPT_7B, dict(attn_config=ATTENTION | {key: value}), f'attn_config.{key} is {value!r}') for key, value in (
         ('qk_ln', True), ('clip_qkv', 8.0), ('alibi', False), ('alibi_bias_max', 16), ('softmax_scale', 0.1),
@@ -185,13 +186,28 @@ def test_sharded_weights(tmp_path):
     idx = torch.randint(128, (2, 24))
     assert torch.equal(logits(GPT.from_pretrained(str(folder)).eval(), idx), logits(model, idx))
     os.remove(folder / 'model-00002-of-00003.safetensors')
-    with pytest.raises(ValueError, match='model-00002-of-00003.safetensors cannot be read .*is the download complete'):
+    with pytest.raises(ValueError, match='lacks model-00002-of-00003.safetensors, .* is the download complete'):
         GPT.from_pretrained(str(folder))
     for content, line in (('{}', 'index.json has no weight_map'), ('[]', 'must hold a dict'),
-                          *((bad, 'cannot be read') for bad in ('{"weight_map": {"a": []}}', '{', '[' * 100000))):
+                          ('{"weight_map": {"a": "../x.safetensors"}}', 'lacks ../x.safetensors'),
+                          *((bad, 'cannot be read') for bad in ('{', '[' * 100000))):
         (folder / index).write_text(content)
         with pytest.raises(ValueError, match=line):
             GPT.from_pretrained(str(folder))
+
+
+def test_an_mpt_with_biases(tmp_path):
+    """MosaicML's own code has them with no_bias=False; that of transformers reads none."""
+    model = gpt(**ALIBI | dict(bias=True))
+    names = {'ln_1': 'norm_1', 'ln_2': 'norm_2', 'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj',
+             'mlp.c_fc': 'ffn.up_proj', 'mlp.c_proj': 'ffn.down_proj', 'ln_f': 'norm_f', 'h.': 'blocks.'}
+    weights = {functools.reduce(lambda name, ours: name.replace(ours, names[ours], 1), names, name): p.detach()
+               for name, p in model.named_parameters() if name != 'lm_head.weight'}
+    exported(tmp_path, ALIBI, lambda _: weights)
+    path = tmp_path / 'config.json'
+    path.write_text(path.read_text().replace('"no_bias": true', '"no_bias": false'))
+    back, idx = GPT.from_pretrained(str(tmp_path)).eval(), torch.arange(24)[None]
+    assert sum(name.endswith('bias') for name in weights) == 13 and torch.equal(logits(back, idx), logits(model, idx))
 
 
 def headless(name):
@@ -207,6 +223,7 @@ def headless(name):
     (EASY, lambda w: w | {'transformer.h.0.attn.bias': torch.ones(1, 1, 24, 24)}),  # old versions' masks
     (UNTIED, lambda w: w | {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(4)}),
     (ROPE, lambda w: w | {'lm_head.weight': w['model.embed_tokens.weight'].clone()}),  # tied, but written
+    (ROPE, lambda w: w | {'norm.weight': w['model.norm.weight'].clone()}),
 ])
 def test_other_names_of_weights(tmp_path, config, change):
     model, idx = exported(tmp_path, config, change), torch.randint(config['vocab_size'], (2, config['block_size']))
@@ -216,6 +233,7 @@ def test_other_names_of_weights(tmp_path, config, change):
 @pytest.mark.parametrize('config, change, line', [
     (ROPE, lambda w: w | {'lm_head.weight': torch.randn(128, 48)},
      'lm_head.weight is not embed_tokens.weight, but the config says that it is'),
+    (ROPE, lambda w: w | {'norm.weight': torch.zeros(48)}, 'norm.weight are there twice, with different values'),
     (ROPE, lambda w: {k: v for k, v in w.items() if 'layers.1' not in k}, 'n_layer is 2, but the weights have 1'),
     (ROPE, lambda w: w | {'model.embed_tokens.weight': torch.ones(127, 48)}, r'embed_tokens.weight is \(127, 48\)'),
     (EASY, lambda w: {k: v for k, v in w.items() if 'wpe' not in k}, 'wpe.weight is missing'),
