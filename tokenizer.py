@@ -138,7 +138,7 @@ class JSONTokenizer(Tokenizer):
             n_new = self.library.add_tokens([tokenizers.AddedToken(**token) for token in new.values() if token])
         except Exception as e:  # the library raises plain Exceptions
             raise ValueError("the tokenizer.json cannot be read, or a token that the files beside it add "
-                             f"({e}): is the download complete?") from e
+                             f"({' '.join(str(e).split())}): is the download complete?") from e
         self.decoder, self.strips = decoder_of(json)
         self.library.no_truncation()  # a file may ask for both, for training
         self.library.no_padding()

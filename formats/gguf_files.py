@@ -53,7 +53,9 @@ def to_gguf(model, path, type='f32', tokenizer=None):
         writer = gguf.GGUFWriter(f.name, architecture)  # it opens the temporary file by its name, once more
         add_config(writer, c, type)
         kind = add_gguf_tokenizer(writer, tokenizer, c.vocab_size)
-        for _, of_family, w in named_weights(model, HUGGING_FACE[family]):
+        for name, of_family, w in named_weights(model, HUGGING_FACE[family]):
+            if architecture == 'mpt' and not c.bias and name.endswith('.bias'):
+                continue  # the others need them
             their_name, w = names.get_name(of_family, ('.weight', '.bias')), w.float()
             if architecture == 'llama' and ('.attn_q.' in their_name or '.attn_k.' in their_name):
                 w = pairs_side_by_side(w, c.head_dim)
