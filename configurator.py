@@ -144,8 +144,9 @@ def override(namespace, argv):
     for arg, following in zip(argv, argv[1:]):
         if re.fullmatch(r'(?i)-+[\w-]*key=?', arg):  # what follows may be the key
             raise ValueError(f"settings are written --key=value, without blanks: {arg.rstrip('=')}=*** (see --help)")
-        if following in files and not os.path.exists(following) and type(namespace.get(arg[2:])) is not bool and (
-                arg[2:] in settings):
+        name = arg.removeprefix('--')
+        if name in settings and type(namespace[name]) is not bool and following in files and (
+                not os.path.exists(following)):
             raise ValueError("settings are written --key=value, without blanks: "
                              f"{arg}={_short(following)} (see --help)")
     changes = {}  # {name: (value, 'command line' or the file)}

@@ -65,13 +65,13 @@ class ChatTemplate:
 def answer_of(program, waiting, question, seconds, what, advice):
     """
     The text that a process answers, see `serve`. program: the file that it runs. waiting: a list of its processes that
-    wait for a question. question: what JSON can hold, a list. ValueError with the error that it answers, or, where it
-    ends, with what it was at, and advice.
+    wait for a question. question: what JSON can hold, a list. what: the name of its work. ValueError if it answers with
+    an error, or ends: the message then has `what` and `advice`.
     """
     line, kind = json.dumps([*question, seconds]), ''
     if not waiting or (process := waiting.pop()).poll() is not None:  # poll says so, too, of a process of the parent's
-        # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The folders of sys.path come
-        # after it: jinja2 may be in any of them. Ctrl-C does not reach a new session
+        # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The program adds the folders
+        # of sys.path at the end of its own: jinja2 may be in any of them. Ctrl-C does not reach a new session
         process = subprocess.Popen([sys.executable, '-I', program, *sys.path], text=True, encoding='utf-8',
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     try:

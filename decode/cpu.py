@@ -93,7 +93,8 @@ class CPUExecutor:
 
     def execute_model(self, batch):
         """
-        Compute the new tokens of a `Batch` and draw after them: a `SequenceOutput` for each sequence. As in vLLM.
+        Compute the new tokens of a `Batch`, and draw the next ones. Returns a `SequenceOutput` for each sequence. As in
+        vLLM.
 
         The bits of a row's logits do not depend on the other sequences, on how a prompt is divided into steps, on the
         slots or on the number of threads. `Refused`, with nothing written, on tokens, positions and runs that do not

@@ -54,9 +54,11 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     lengths or rows do not fit together.
     """
     max_seqlen, max_kvlen = map(operator.index, (max_seqlen, max_kvlen))
-    if any(x.dtype not in (torch.int32, torch.int64) for x in (seqstarts, kvstarts, cachestarts, start_pos)):
-        raise ValueError("seqstarts, kvstarts, cachestarts and start_pos must be tensors of int64 or int32")
-    # sums in int32 overflow
+    for x in (seqstarts, kvstarts, cachestarts, start_pos):
+        if x.dtype not in (torch.int32, torch.int64):
+            raise ValueError("seqstarts, kvstarts, cachestarts and start_pos must be of int64 or int32, not "
+                             f"{x.dtype}: convert them")
+    # int64, since sums in int32 overflow
     seqstarts, kvstarts, cachestarts, start_pos = (x.long() for x in (seqstarts, kvstarts, cachestarts, start_pos))
     stored = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat,
                    cache_layout)

@@ -90,7 +90,7 @@ class PagePool:
     def remembered(self, tokens, salt=''):
         """
         (the page table, the prefixes) of the beginning of tokens, as long as one is remembered, but not of all tokens.
-        The table has the pages that the token after it sees, and None for the others.
+        The table has the pages that the next token sees, and None in place of the others.
         """
         table, prefixes, prefix = [], [], root(salt)
         for start in range(0, len(tokens) - self.page_size, self.page_size):

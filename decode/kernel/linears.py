@@ -97,6 +97,7 @@ if LANES == 8:
 if ARM:  # a vector is two of its 32 registers; rows and panels with the fewest instructions for a product, by counting
     TILES |= {I16: (4, 2, 2, 2), I8: (4, 4, 2, 2), I32: (4, 2, 2, 2)}
     ONE_OF_SEVERAL |= {I8: 4, I32: 4}
+
 # what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh, or stored as
 # silu(gate) * up, where panels of gates and of ups take turns. They are int64, and no plain numbers, for each of which
 # numba would compile `linear` again
