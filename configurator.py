@@ -141,14 +141,14 @@ def override(namespace, argv):
     """
     settings = find_settings(namespace)
     files = [arg for arg in argv if not arg.startswith('-')]
-    for arg, following in zip(argv, argv[1:]):
-        if re.fullmatch(r'(?i)-+[\w-]*key=?', arg):  # what follows may be the key
-            raise ValueError(f"settings are written --key=value, without blanks: {arg.rstrip('=')}=*** (see --help)")
-        name = arg.removeprefix('--')
-        if name in settings and type(namespace[name]) is not bool and following in files and (
-                not os.path.exists(following)):
-            raise ValueError("settings are written --key=value, without blanks: "
-                             f"{arg}={_short(following)} (see --help)")
+    assignments = [arg for arg in argv if arg.startswith('-') and arg not in ('--help', '-h')]
+    for arg, following in zip(argv, [*argv[1:], '--']):
+        name, equals, text = arg[2:].partition('=')
+        is_flag = name in settings and type(namespace[name]) is bool and not equals
+        is_torn = not (text or is_flag or following.startswith('-') or os.path.exists(following))  # --key= value
+        if arg in assignments and (not arg.startswith('--') or is_torn or not (equals or is_flag)):
+            raise ValueError("settings are written --key=value, without blanks, not "
+                             f"{_short(f'{arg} {following}' if is_torn else arg)} (see --help)")
     changes = {}  # {name: (value, 'command line' or the file)}
     for path in files:
         for name, value in _read_file(path, {k: namespace[k] for k in settings}).items():
@@ -156,16 +156,11 @@ def override(namespace, argv):
     if '--help' in argv or '-h' in argv:
         print(describe(namespace | {name: value for name, (value, _) in changes.items()}, settings))
         sys.exit(0)
-    for arg in argv:
-        if arg.startswith('-'):
-            name, equals, text = arg.lstrip('-').partition('=')
-            if not equals and type(namespace.get(name)) is bool and name in settings:
-                equals, text = '=', 'True'
-            if not equals or not arg.startswith('--'):
-                raise ValueError(f"settings are written --key=value, not {_short(arg)} (see --help)")
-            _known(name, settings, 'command line')
-            value = _checked(name, _parse(text, namespace[name]), namespace, settings, 'command line')
-            changes[name] = (value, 'command line')
+    for arg in assignments:
+        name, equals, text = arg[2:].partition('=')
+        _known(name, settings, 'command line')
+        value = _checked(name, _parse(text, namespace[name]) if equals else True, namespace, settings, 'command line')
+        changes[name] = (value, 'command line')
     for name, (value, where) in changes.items():
         if value != namespace[name] and rank() == 0:  # process 0 prints for all
             print(f"{name} = {_shown(name, value)} (default {_shown(name, namespace[name])}; {where})", file=sys.stderr)

@@ -391,6 +391,9 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
         best = improved or always_save_checkpoint
         if iter_num > 0 and (best or iter_num == max_iters) and not eval_only:
             log.say(checkpointer.save(iter_num, best_val_loss, best))
+        if iter_num == max_iters and not eval_only:
+            log.say(f"trained for {time.monotonic() - checkpointer.began:,.0f} s; "
+                    f"python sample.py --out_dir={out_dir} draws samples")
         log.save_picture(last=iter_num == max_iters)
     log.start_clock(iter_num)
     return best_val_loss

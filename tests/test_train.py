@@ -85,6 +85,7 @@ def test_a_run_leaves_checkpoint_log_and_curve(trained):
     assert saved['iter_num'] == 20 and saved['config']['n_embd'] == 16
     out = (trained / 'train.log').read_text()
     assert 'input.txt' in out and 'iter 19: loss' in out and 'step 20: train loss' in out
+    assert 'python sample.py --out_dir=out draws samples' in out.splitlines()[-1]
 
 
 def test_a_run_that_fails_keeps_the_files_and_says_why_in_one_line(repo, trained):

@@ -100,7 +100,7 @@ class Log:
         ms = dt * 1e3
         self.say_if_slow(dt)
         self.row(iter=iter_num, lr=lr, batch_loss=loss, ms_per_iter=ms, tokens_per_s=tokens_per_s, mfu=self.mfu)
-        rate = f"{tokens_per_s:,.0f} tok/s, mfu " + (f"{self.mfu * 100:.1f}%" if self.mfu >= 0 else "unknown")
+        rate = f"{tokens_per_s:,.0f} tok/s" + (f", mfu {self.mfu:.1%}" if self.mfu >= 0 else "")
         if self.bar.disable:
             self.say(f"iter {iter_num}: loss {loss:.4f}, time {ms:.2f}ms, {rate}")
         else:
