@@ -49,15 +49,17 @@ class Ours(Peer):
 
     def __init__(self, model, weights='float32', threads=None):
         super().__init__(model, weights, threads)
-        self.executor = lru_cache(lambda n: decode.best(model, n, weights, threads))
-        self.engine = lru_cache(maxsize=1)(
-            lambda n, n_tokens: Engine(model, self.executor(n), pool_for(model.config, n, n_tokens), 2**14, n))
+        self.model, self.executor = model, lru_cache(lambda n: decode.best(model, n, weights, threads))
+        self.engine, self.room = None, (0, 0)  # the sequences and the tokens of each that it was made for
 
     def generate(self, prompts, n_new, num_samples=1, **how):
         """The tokens after prompts (B, T): (B * num_samples, n_new). how: of a full context, as sample.py has it."""
         B, T = prompts.shape
-        engine = self.engine(B * num_samples, T + n_new)
-        texts = engine.generate(prompts.tolist(), n_new, num_samples, temperature=0, **how)
+        n = B * num_samples
+        if n != self.room[0] or T + n_new > self.room[1]:  # a shorter run takes the engine that is there
+            self.room = n, T + n_new
+            self.engine = Engine(self.model, self.executor(n), pool_for(self.model.config, *self.room), 2**14, n)
+        texts = self.engine.generate(prompts.tolist(), n_new, num_samples, temperature=0, **how)
         return torch.tensor([text[T:] for text in texts])
 
 

@@ -1,29 +1,29 @@
 """
-The number of threads of a step is chosen by timing steps while decoding.
+The number of threads of a step, and whether it prefetches weights, is chosen by timing steps while decoding.
 
-The fastest number depends on the machine, the size of the step and the other processes: two threads decode a small
-model 2.4 times as fast as one on one machine, more slowly than one on another, and much more slowly beside a busy
-process. So a round of short trials times every number, and the fastest is used until the next round. The next round
-comes soon if the choice has changed, later and later while it stays the same, and at once when steps become much
-slower.
+The fastest way depends on the machine, the size of the step and the other processes: two threads decode a small model
+2.4 times as fast as one on one machine, more slowly than one on another, and much more slowly beside a busy process.
+So a round of short trials times every way, and the fastest is used until the next round. The next round comes soon if
+the choice has changed, later and later while it stays the same, and at once when steps become much slower.
 """
 import math
 
-TRIAL = 4_000_000    # nanoseconds for which a round times each number; at least two steps
+TRIAL = 4_000_000    # nanoseconds for which a round times each way; at least two steps
 WINDOW = 20_000_000  # nanoseconds of steps whose mean is compared with the usual
 SOONEST, LATEST = 16, 128  # windows between two rounds
 SLOWER = 1.5         # a window so many times slower than usual starts a round
-TOO_SLOW = 2.0       # a number so many times slower than the best of the round is timed for one step only
+TOO_SLOW = 2.0       # a way so many times slower than the best of the round is timed for one step only
 PAUSE = 20_000_000   # nanoseconds without a step, after which the next one is not counted
 REST = 50            # between two rounds, steps take at least so many times what the last round has cost
 
 
-class ThreadChoice:
+class StepChoice:
     """
-    n: the number of threads for the next step; `record` takes how long that step took.
+    way: (threads, how many bytes ahead weights are prefetched) of the next step; `record` takes how long that step
+    took.
 
-    candidates: the numbers to choose from, beginning with the first guess. trials: {number: nanoseconds of a step}, of
-    the present round. best: the number in use between rounds. challenger: another number that won the last round.
+    candidates: the ways to choose from, beginning with the first guess. trials: {way: nanoseconds of a step}, of the
+    present round. best: the way in use between rounds. challenger: another way that won the last round.
     """
 
     def __init__(self, candidates):
@@ -33,16 +33,16 @@ class ThreadChoice:
         self.begin_round()
 
     def begin_round(self):
-        self.waiting, self.trials, self.spent = [n for n in self.candidates if n != self.best], {}, []
+        self.waiting, self.trials, self.spent = [w for w in self.candidates if w != self.best], {}, []
         self.begin(self.best, TRIAL if self.waiting else WINDOW)
 
-    def begin(self, n, window):
-        self.n, self.window, self.steps, self.ns, self.least = n, window, 0, 0, math.inf
+    def begin(self, way, window):
+        self.way, self.window, self.steps, self.ns, self.least = way, window, 0, 0, math.inf
 
     @property
     def is_trial(self):
-        """True while a number is timed for the first time in a round: steps are recorded one by one then."""
-        return self.n not in self.trials and len(self.candidates) > 1
+        """True while a way is timed for the first time in a round: steps are recorded one by one then."""
+        return self.way not in self.trials and len(self.candidates) > 1
 
     def is_first(self, began):
         """Is a step that begins at this time the first of all, or the first after a pause?"""
@@ -61,17 +61,17 @@ class ThreadChoice:
         self.ns += ns
         self.least = min(self.least, ns / n_steps)
         if self.ns >= self.window and (self.steps > 1 or self.trials and self.too_slow()):
-            if self.n in self.trials or len(self.candidates) == 1:
+            if self.way in self.trials or len(self.candidates) == 1:
                 self.end_window()
             else:
                 self.end_trial()
 
     def too_slow(self):
-        return self.n not in self.trials and self.least > TOO_SLOW * min(self.trials.values())
+        return self.way not in self.trials and self.least > TOO_SLOW * min(self.trials.values())
 
     def end_trial(self):
         # of up to four long steps the shortest counts: the first step of a new cache waits for memory from the system
-        self.trials[self.n] = self.least if self.steps <= 4 else self.ns / self.steps
+        self.trials[self.way] = self.least if self.steps <= 4 else self.ns / self.steps
         self.spent.append((self.ns, self.steps))
         if self.waiting:
             return self.begin(self.waiting.pop(0), TRIAL)
@@ -87,10 +87,10 @@ class ThreadChoice:
         self.begin(fastest, WINDOW)
 
     def end_window(self):
-        mean, n = self.ns / self.steps, self.n
+        mean, way = self.ns / self.steps, self.way
         if len(self.candidates) > 1:
             self.rest -= self.ns
             if self.rest < 0 or mean > SLOWER * self.usual:
                 return self.begin_round()
             self.usual += (mean - self.usual) / 4  # steps become slower while the context grows
-        self.begin(n, WINDOW)
+        self.begin(way, WINDOW)

@@ -1,7 +1,7 @@
 """
 The executor for CPUs: the compiled step of kernel/ on the packed weights of a model.
 
-A few steps are timed to choose the number of threads.
+A few steps are timed to choose the number of threads, and whether weights are prefetched.
 """
 import time
 from itertools import accumulate
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from decode.batch import NotNumbers, Refused, SequenceOutput
-from decode.choice import ThreadChoice
+from decode.choice import StepChoice
 from decode.kernel import layout
 from decode.kernel.building import compile_beside
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
@@ -18,10 +18,11 @@ from decode.kernel.sampling import DRAW
 from decode.kernel.step import step, team_for, workers
 from decode.kernel.threads import LINE, aligned, n_cores
 from decode.tables import DrawTable, StepTables, check_layers
-from decode.weights import WEIGHTS, PackedWeights, check_model, padded
+from decode.weights import CACHED, PREFETCHED, WEIGHTS, PackedWeights, check_model, padded
 from device import torch_on_one_thread
 
 BYTES_A_THREAD = 2**22  # of weights, for which the first guess takes one more thread
+PROMPT_BITS = 5         # steps of 2**4 rows and more are not tried with weights that are prefetched
 CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
 
 BESIDE = '''
@@ -31,7 +32,7 @@ from decode.kernel.step import ATTENTION_ON
 DRAW.compiled, ATTENTION_ON[torch.float32].compiled
 '''
 OF_LOGITS = dict(dtype=torch.float32, device='cpu')  # torch's defaults may be others
-choices = {}  # {(shape, weights, most threads, size of the step): ThreadChoice}, for all executors of that shape
+choices = {}  # {(shape, weights, threads, are they fixed, size of the step): StepChoice}, for all executors
 
 
 class CPUExecutor:
@@ -174,11 +175,11 @@ class CPUExecutor:
                                      self.most_threads)
         return self.tables
 
-    def logits_of(self, batch, tokens, positions, counts, wanted, n_threads=None):
+    def logits_of(self, batch, tokens, positions, counts, wanted, way=None):
         """
         The logits of the rows `wanted`, float32 (W, vocab_size), of one step of a batch's sequences, which bring so
         many of the new tokens each. A step of more than CHUNK rows is several, which are checked before the first one.
-        n_threads: how many compute, by default what `choice` has found.
+        way: of a `StepChoice`, by default what `choice` has found.
         """
         N, S, runs = len(tokens), len(counts), [s.runs for s in batch.sequences]
         logits = torch.empty(len(wanted), self.vocab_size, **OF_LOGITS)
@@ -203,18 +204,17 @@ class CPUExecutor:
             tables.set_sizes(end - row, b - a, last - first)
             tables.memory[TOKENS] = tokens.ctypes.data + 8 * row
             tables.memory[LOGITS] = logits.data_ptr() + 4 * self.vocab_size * int(first)
-            n, choice = (workers.ready(n_threads), None) if n_threads else self.threads_for(end - row)
+            n, choice = self.threads_for(end - row, way)
             began = time.perf_counter_ns()
             # a prefill counts, though it follows a pause
             self.after_call(step(*tables.addresses, n, workers.address), choice, began, counts=True)
         return logits
 
-    def threads_for(self, n_rows):
-        """How many threads the next call of the kernel takes, and the `ThreadChoice` that says so."""
-        n_threads, choice = self.n_threads, None
-        if not self.fixed and n_threads > 1:
-            choice = self.choice(n_rows)
-            n_threads = choice.n
+    def threads_for(self, n_rows, way=None):
+        """How many threads the next call of the kernel takes, and the `StepChoice` that says so, unless way does."""
+        choice = None if way else self.choice(n_rows)
+        n_threads, ahead = way or choice.way
+        self.packed.prefetch(ahead)
         return workers.ready(n_threads), choice
 
     def after_call(self, refused, choice, began, n_drawn=0, counts=False):
@@ -247,14 +247,16 @@ class CPUExecutor:
         raise Refused(f"{seq} has no slot for position {position}, which its new tokens see")
 
     def choice(self, n_rows):
-        """The `ThreadChoice` for steps of about so many rows, shared by all executors of this shape."""
-        key = self.shape, self.weights, self.n_threads, n_rows.bit_length()
+        """The `StepChoice` for steps of about so many rows, shared by all executors of this shape."""
+        key = self.shape, self.weights, self.n_threads, self.fixed, n_rows.bit_length()
         if key not in choices:
             # for 8 rows, reading the weights is half of the work
             n_bytes = self.packed.panels.nbytes * (1 + n_rows / 8)
-            guess = min(self.n_threads, 1 + int(n_bytes / BYTES_A_THREAD))
-            others = {self.n_threads, *(2**i for i in range(self.n_threads.bit_length()))} - {guess}
-            choices[key] = ThreadChoice([guess, *sorted(others, reverse=True)])
+            guess = self.n_threads if self.fixed else min(self.n_threads, 1 + int(n_bytes / BYTES_A_THREAD))
+            others = {self.n_threads, *(2**i for i in range(self.n_threads.bit_length() * (not self.fixed)))} - {guess}
+            is_prefetched = self.packed.panels.nbytes > CACHED and n_rows.bit_length() < PROMPT_BITS
+            choices[key] = StepChoice([(guess, 0), *[(guess, PREFETCHED)] * is_prefetched,
+                                       *((n, 0) for n in sorted(others, reverse=True))])
         return choices[key]
 
 

@@ -75,12 +75,12 @@ class Drafting:
         """What `execute_model` returns of a batch, by up to k proposals for each sequence."""
         target, began = self.target, time.perf_counter_ns()
         # as many threads as in plain steps: one that has slept is slow for some milliseconds
-        n_threads = target.n_threads if target.fixed else target.choice(len(batch.sequences)).best
+        way = target.choice(len(batch.sequences)).best
         try:
             batch.make_copies(target.layers)
-            proposals = self.draft.propose(batch, k, n_threads)
+            proposals = self.draft.propose(batch, k, way[0])
             drafted = time.perf_counter_ns()
-            outputs, ended = self.verified(batch, proposals, n_threads)
+            outputs, ended = self.verified(batch, proposals, way)
         except (NotNumbers, Refused):  # also of a proposal that the model would not have drawn
             outputs = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)))
             proposals, drafted, ended = [], began, False
@@ -88,7 +88,7 @@ class Drafting:
         pace.record_round(k, len(proposals), n_drawn, drafted - began, time.perf_counter_ns() - drafted, ended)
         return outputs
 
-    def verified(self, batch, proposals, n_threads):
+    def verified(self, batch, proposals, way):
         """
         The `SequenceOutput` of each sequence of a batch, and whether one has ended. proposals: int64 (n, S). One step
         computes the logits of n + 1 tokens of each sequence.
@@ -96,7 +96,7 @@ class Drafting:
         target, S, n = self.target, len(batch.sequences), len(proposals) + 1
         chunk = np.vstack([batch.tokens, proposals]).T.ravel()
         positions = (batch.positions[:, None] + np.arange(n)).ravel()
-        logits = target.logits_of(batch, chunk, positions, [n] * S, np.arange(S * n), n_threads).view(S, n, -1)
+        logits = target.logits_of(batch, chunk, positions, [n] * S, np.arange(S * n), way).view(S, n, -1)
         drawn = target.draws.draw(batch.sequences, logits, proposals)
         ended = any(of_one[-1] in s.settings.stop_ids for s, of_one in zip(batch.sequences, drawn))
         return [SequenceOutput(of_one, rows[:len(of_one)] if kept else None)

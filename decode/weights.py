@@ -24,8 +24,9 @@ from positions import Positions, alibi_slopes, rotary_frequencies
 
 CALIBRATED = 64       # random tokens whose pass says how much the inputs of a linear matter
 ROWS_AT_ONCE = 2**9   # of a matrix that is packed: the numbers on the way fit the caches
-# A model's weights of more bytes than CACHED come from memory at each step. They are prefetched PREFETCHED
-# bytes ahead, which makes a step of L with 1 or 4 rows 1.0 to 1.3 times as fast. For smaller ones the distance is 0.
+# A model's weights of more bytes than CACHED come from memory at each step, and may be prefetched PREFETCHED bytes
+# ahead: a step of L with 1 or 4 rows was then 1.0 to 1.3 times as fast on an Intel Xeon, and 0.86 to 0.95 times on an
+# AMD EPYC
 CACHED, PREFETCHED = 2**25, 2**13
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
 KINDS = {'float32': F32, 'bfloat16': I16, 'int8': I8, 'int4': I32}  # the same, as the kernel's code names them
@@ -219,7 +220,7 @@ class PackedWeights:
     """
 
     def __init__(self, model, weights):
-        self.model, self.weights = model, weights
+        self.model, self.weights, self.ahead = model, weights, 0
         with torch.no_grad(), torch_on_one_thread():
             shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model, shape_of)]
         self.table = aligned((len(shapes), layout.N_COLUMNS), np.int64)
@@ -229,14 +230,17 @@ class PackedWeights:
             row[layout.N_INPUTS], row[layout.N_PANELS] = K, n // LANES
             size, rows = size + padded(n, SHEET * LANES) * K // GROUP * ELEMENTS[KINDS[weights]], rows + n
         self.panels, self.bias = aligned(size, WEIGHTS[weights]), aligned(rows, np.float32)
-        if self.panels.nbytes > CACHED:
-            self.table[:, layout.PREFETCH_DISTANCE] = PREFETCHED // self.panels.itemsize
         c, norms = model.config, (len(norms_of(model)), padded(model.config.n_embd, GROUP))
         self.arrays = {
             layout.PANELS: self.panels, layout.LINEARS: self.table, layout.BIAS: self.bias,
             layout.EPS: np.zeros(1, np.float32), layout.NORM_WEIGHT: aligned(norms, np.float32),
             layout.NORM_BIAS: aligned(norms, np.float32),
             layout.HEAD_NORM_WEIGHT: aligned((c.n_layer, 2, padded(c.head_dim, LANES) if c.qk_norm else 0), np.float32)}
+
+    def prefetch(self, ahead):
+        """Let steps prefetch weights so many bytes ahead; 0: not at all."""
+        if ahead != self.ahead:
+            self.ahead, self.table[:, layout.PREFETCH_DISTANCE] = ahead, ahead // self.panels.itemsize
 
     @torch.no_grad()
     def fill(self):

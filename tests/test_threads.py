@@ -16,7 +16,7 @@ from test_executors import TWO, Slots, Text, texts
 from tiny_models import model_of
 
 import decode
-from decode.choice import TRIAL, ThreadChoice
+from decode.choice import TRIAL, StepChoice
 from decode.cpu import CPUExecutor
 from decode.eager import EagerExecutor
 from decode.kernel.step import workers
@@ -50,13 +50,13 @@ def simulate(choice, n_steps, seconds):
     """Steps that take seconds(n threads, step number); returns the number of threads of each step."""
     used = []
     for step in range(n_steps):
-        used.append(choice.n)
-        choice.record(int(1e9 * seconds(choice.n, step)))
+        used.append(choice.way)
+        choice.record(int(1e9 * seconds(choice.way, step)))
     return used
 
 
 def test_the_fastest_number_of_threads_is_chosen_and_chosen_again():
-    choice = ThreadChoice([4, 2, 1])
+    choice = StepChoice([4, 2, 1])
     used = simulate(choice, 20_000, lambda n, step: {4: 80e-6, 2: 50e-6, 1: 100e-6}[n])
     assert used[0] == 4 and used[1000:].count(2) > 0.95 * len(used[1000:])
     # a neighbour comes: two threads wait for each other. Within a tenth of a second one goes on alone
@@ -69,32 +69,32 @@ def test_the_fastest_number_of_threads_is_chosen_and_chosen_again():
 
 def test_work_between_steps_is_no_pause():
     """Steps of 3 ms, or 4 ms on one thread, and after each group of them 30 ms of draws."""
-    choice, now, used = ThreadChoice([1, 2]), 0, []
+    choice, now, used = StepChoice([1, 2]), 0, []
     for _ in range(3000):
-        used.append(choice.n)
-        steps, draws = 7_000_000 + 3_000_000 * (choice.n == 1), 30_000_000
+        used.append(choice.way)
+        steps, draws = 7_000_000 + 3_000_000 * (choice.way == 1), 30_000_000
         choice.record(steps, now, 2, draws)
         now += steps + draws + 1_000_000
     assert used[20:].count(2) > 0.9 * len(used[20:])
-    slow = [choice.n]
+    slow = [choice.way]
     for _ in range(300):  # beside a neighbour two threads are slow: soon one computes
-        steps, draws = 40_000_000 if choice.n == 2 else 10_000_000, 30_000_000
+        steps, draws = 40_000_000 if choice.way == 2 else 10_000_000, 30_000_000
         choice.record(steps, now, 2, draws)
         now += steps + draws + 1_000_000
-        slow.append(choice.n)
+        slow.append(choice.way)
     assert slow[20:].count(1) > 0.9 * len(slow[20:])
 
 
 def test_trials_cost_little_even_when_each_step_is_long():
     """Sixteen cores and steps of 12 ms at best: slow numbers get one step, and rounds are rare."""
     candidates, best = [16, 8, 4, 2, 1], 12e-3
-    choice, total = ThreadChoice(candidates), []
+    choice, total = StepChoice(candidates), []
     simulate(choice, 1000, lambda n, step: total.append(best * 16 / n) or total[-1])
     assert sum(total) < 1.12 * 1000 * best
 
 
 def test_a_context_that_grows_asks_for_no_round():
-    choice = ThreadChoice([2, 1])
+    choice = StepChoice([2, 1])
     used = simulate(choice, 3000, lambda n, step: (1e-4 + 3e-7 * step) * (1 if n == 2 else 2))
     assert used.count(1) * 2e-4 < 20 * TRIAL / 1e9
 

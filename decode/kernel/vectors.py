@@ -96,6 +96,21 @@ def emit_load(builder, p, align=4):
     return value
 
 
+class LoadInOrder(ir.instructions.LoadInstr):
+    """A load that LLVM leaves in the order of all such loads: it is volatile, which llvmlite itself cannot write."""
+
+    def descr(self, buf):
+        super().descr(buf)
+        buf[-1] = buf[-1].replace('load', 'load volatile', 1)
+
+
+def emit_load_in_order(builder, p):
+    value = LoadInOrder(builder.block, p)
+    value.align = 4
+    builder._insert(value)
+    return value
+
+
 def same(value, vector):
     """A constant vector: `value` in all lanes."""
     return ir.Constant(vector, [value] * vector.count)
