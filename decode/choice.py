@@ -14,7 +14,7 @@ SOONEST, LATEST = 16, 128  # windows between two rounds
 SLOWER = 1.5         # a window so many times slower than usual starts a round
 TOO_SLOW = 2.0       # a way so many times slower than the best of the round is timed for one step only
 PAUSE = 20_000_000   # nanoseconds without a step, after which the next one is not counted
-REST = 50            # between two rounds, steps take at least so many times what the last round has cost
+REST = 100           # between two rounds, steps take at least so many times what the last round has cost
 
 
 class StepChoice:

@@ -107,7 +107,11 @@ def alone(executor, all_texts, kind=''):
     for text in all_texts:
         slots, own = Slots(executor, 'rows', kind), Text(text.tokens)
         found.append(torch.cat([slots.logits({own: 1})[0] for _ in text.tokens]))
-    executor.threads_for = lambda *_: (random.choice([1, TWO]), None)
+
+    def any_way(*_):
+        executor.packed.prefetch(random.choice([0, 2**13]))
+        return random.choice([1, TWO]), None
+    executor.threads_for = any_way
     return found
 
 

@@ -33,8 +33,10 @@ if ARM and 'dotprod' not in features:  # LLVM does not look for it
 if asked := os.environ.get('DECODE_CPU'):
     if asked not in CPUS:
         raise ValueError(f"DECODE_CPU must be {' or '.join(CPUS)}, or left out, not {asked!r}")
+    # beside those of the name; Zen 4 has AVX-VNNI's instruction as one of AVX-512
+    numba.config.CPU_FEATURES = ('-avxvnni,+avx512vl,+avx512vnni' if asked == 'avxvnni' and not features.get(asked)
+                                 and features.get('avx512vnni') else '')
     numba.config.CPU_NAME, features = CPUS[asked]
-    numba.config.CPU_FEATURES = ''  # beside those of the name
 LANES = 16 if features.get('avx512f') else 8  # eight floats are one AVX register, or two of ARM's
 
 I1, I8, I16, I32, I64, F32, F64 = *map(ir.IntType, (1, 8, 16, 32, 64)), ir.FloatType(), ir.DoubleType()
