@@ -142,18 +142,22 @@ def override(namespace, argv):
     settings = find_settings(namespace)
     files = [arg for arg in argv if not arg.startswith('-')]
     assignments = [arg for arg in argv if arg.startswith('-') and arg not in ('--help', '-h')]
-    for arg, following in zip(argv, [*argv[1:], '--']):
+    asks_help = '--help' in argv or '-h' in argv
+    for arg, following in zip(argv, [*argv[1:], None]):
         name, equals, text = arg[2:].partition('=')
         is_flag = name in settings and type(namespace[name]) is bool and not equals
-        is_torn = not (text or is_flag or following.startswith('-') or os.path.exists(following))  # --key= value
-        if arg in assignments and (not arg.startswith('--') or is_torn or not (equals or is_flag)):
+        may_be_key = following and re.fullmatch(r'(?i)-+[\w-]*key=?', arg)
+        is_torn = may_be_key or not (  # --key= value
+            text or is_flag or following is None or following.startswith('-') or os.path.exists(following))
+        is_setting = arg.startswith('--') and (equals or is_flag)
+        if arg in assignments and (is_torn or not is_setting and not asks_help):
             raise ValueError("settings are written --key=value, without blanks, not "
                              f"{_short(f'{arg} {following}' if is_torn else arg)} (see --help)")
     changes = {}  # {name: (value, 'command line' or the file)}
     for path in files:
         for name, value in _read_file(path, {k: namespace[k] for k in settings}).items():
             changes[name] = (_checked(name, value, namespace, settings, path), path)
-    if '--help' in argv or '-h' in argv:
+    if asks_help:
         print(describe(namespace | {name: value for name, (value, _) in changes.items()}, settings))
         sys.exit(0)
     for arg in assignments:

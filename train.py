@@ -391,7 +391,8 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
         best = improved or always_save_checkpoint
         if iter_num > 0 and (best or iter_num == max_iters) and not eval_only:
             log.say(checkpointer.save(iter_num, best_val_loss, best))
-        if iter_num == max_iters and not eval_only:
+        is_saved = os.path.exists(checkpointer.best) and not checkpointer.is_of_earlier_run()
+        if iter_num == max_iters and is_saved and not eval_only:
             log.say(f"trained for {time.monotonic() - checkpointer.began:,.0f} s; "
                     f"python sample.py --out_dir={out_dir} draws samples")
         log.save_picture(last=iter_num == max_iters)

@@ -57,8 +57,9 @@ class Ours(Peer):
         B, T = prompts.shape
         n = B * num_samples
         if n != self.room[0] or T + n_new > self.room[1]:  # a shorter run takes the engine that is there
-            self.room = n, T + n_new
-            self.engine = Engine(self.model, self.executor(n), pool_for(self.model.config, *self.room), 2**14, n)
+            pool = pool_for(self.model.config, n, T + n_new)
+            self.engine, self.room = Engine(self.model, self.executor(n), pool, 2**14, n), (n, T + n_new)
+        self.engine.pool.reset()  # so that no prompt is found
         texts = self.engine.generate(prompts.tolist(), n_new, num_samples, temperature=0, **how)
         return torch.tensor([text[T:] for text in texts])
 

@@ -15,7 +15,7 @@ before the first request what would hold one up; and `draft`, who proposes its t
     direct       the model's own code, called without the work of nn.Module
     cpu          the executor on the compiled step of kernel/
     weights, tables               the model's weights, packed; what the compiled step is told, as arrays of addresses
-    choice       how many threads: found by timing
+    choice       how many threads, and whether weights are prefetched: found by timing
     changes      which models the executors know
     speculative  an executor around an executor: drafts propose tokens, and the same tokens come in fewer steps
     drafts       who proposes them: fewer bits, the sequence itself, another model

@@ -22,7 +22,7 @@ from decode.weights import CACHED, PREFETCHED, WEIGHTS, PackedWeights, check_mod
 from device import torch_on_one_thread
 
 BYTES_A_THREAD = 2**22  # of weights, for which the first guess takes one more thread
-PROMPT_BITS = 5         # steps of 2**4 rows and more are not tried with weights that are prefetched
+PROMPT_ROWS = 16        # steps of so many rows are not tried with weights that are prefetched
 CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
 
 BESIDE = '''
@@ -211,7 +211,10 @@ class CPUExecutor:
         return logits
 
     def threads_for(self, n_rows, way=None):
-        """How many threads the next call of the kernel takes, and the `StepChoice` that says so, unless way does."""
+        """
+        Prepare the next call of the kernel in this way, by default that of `choice`. Returns its number of threads, and
+        the `StepChoice` that takes its time, if there is one.
+        """
         choice = None if way else self.choice(n_rows)
         n_threads, ahead = way or choice.way
         self.packed.prefetch(ahead)
@@ -254,8 +257,8 @@ class CPUExecutor:
             n_bytes = self.packed.panels.nbytes * (1 + n_rows / 8)
             guess = self.n_threads if self.fixed else min(self.n_threads, 1 + int(n_bytes / BYTES_A_THREAD))
             others = {self.n_threads, *(2**i for i in range(self.n_threads.bit_length() * (not self.fixed)))} - {guess}
-            is_prefetched = self.packed.panels.nbytes > CACHED and n_rows.bit_length() < PROMPT_BITS
-            choices[key] = StepChoice([(guess, 0), *[(guess, PREFETCHED)] * is_prefetched,
+            is_prefetched = self.packed.panels.nbytes > CACHED and n_rows < PROMPT_ROWS
+            choices[key] = StepChoice([(guess, 0), *[(self.n_threads, PREFETCHED)] * is_prefetched,
                                        *((n, 0) for n in sorted(others, reverse=True))])
         return choices[key]
 

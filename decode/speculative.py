@@ -74,7 +74,7 @@ class Drafting:
     def round(self, batch, k, pace):
         """What `execute_model` returns of a batch, by up to k proposals for each sequence."""
         target, began = self.target, time.perf_counter_ns()
-        # as many threads as in plain steps: one that has slept is slow for some milliseconds
+        # in the way of plain steps: a thread that has slept is slow for some milliseconds
         way = target.choice(len(batch.sequences)).best
         try:
             batch.make_copies(target.layers)

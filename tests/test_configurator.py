@@ -106,7 +106,8 @@ def test_help_lists_every_setting_with_its_comment_and_its_default_or_the_value_
 @pytest.mark.parametrize('argv', [
     '--api_key=sesame', '--api_key=sesame --help', 'key.py', 'key.py --help', '--api_key sesame', '--api_key= sesame',
     '-api_key=sesame', '-api_key sesame', 'api_key=sesame', '--api-key=sesame', '--api_keysesame', '--api_keysesame=',
-    '--api_key -sesame', 'list.py', 'number.py', 'bare.py', 'wrong.py', 'torn.py', '--API_KEY=sesame'])
+    '--api_key -sesame', '--api_key= -sesame', '--api_key= --sesame', '--api_key= --sesame=3', 'list.py', 'number.py',
+    'bare.py', 'wrong.py', 'torn.py', '--API_KEY=sesame'])
 def test_a_key_is_shown_nowhere(script, tmp_path, capsys, argv):
     for name, value in dict(key="'sesame'", list="['sesame', 'b']", number="{'sesame': 3}", bare='sesame',
                             wrong="int('sesame')", torn="'sesame").items():

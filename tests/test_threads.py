@@ -16,6 +16,7 @@ from test_executors import TWO, Slots, Text, texts
 from tiny_models import model_of
 
 import decode
+from decode import cpu
 from decode.choice import TRIAL, StepChoice
 from decode.cpu import CPUExecutor
 from decode.eager import EagerExecutor
@@ -65,6 +66,18 @@ def test_the_fastest_number_of_threads_is_chosen_and_chosen_again():
     # it goes: within some seconds there are two again
     used = simulate(choice, 40_000, lambda n, step: {4: 80e-6, 2: 50e-6, 1: 100e-6}[n])
     assert used[-1000:].count(2) > 900
+
+
+def test_prefetching_is_a_way_of_large_weights_and_few_rows(monkeypatch):
+    ahead = (TWO, cpu.PREFETCHED)
+    for cached, n_rows, threads in itertools.product((0, 2**25), (1, 15, 16), (None, TWO)):
+        monkeypatch.setattr(cpu, 'CACHED', cached)
+        monkeypatch.setattr(cpu, 'choices', {})
+        executor = CPUExecutor(model_of('learned'), threads=threads)
+        executor.n_threads = TWO
+        ways = executor.choice(n_rows).candidates
+        assert (ahead in ways) == (not cached and n_rows < 16) and all(way == ahead or way[1] == 0 for way in ways)
+        assert {n for n, _ in ways} == ({TWO} if threads else {1, TWO})
 
 
 def test_work_between_steps_is_no_pause():

@@ -227,11 +227,12 @@ class Tile:
         """
         Vector number i of each panel, which lies behind so many other elements (see `at`).
 
-        Those of a group and all panels are loaded in their order. A processor prefetches what is read from front to
-        back, and LLVM would mix these loads: on Zen 4 a step of L took 1.5 times as long in int8, 1.9 times in int4.
+        Where a tile reads all panels, rounded weights are loaded in their order. A processor prefetches what is read
+        from front to back, and LLVM would mix these loads: on Zen 4 a step of L took 1.5 times as long in int8, 1.8
+        times in int4. (ARM has one instruction for two loads beside each other, which LLVM may then not use.)
         """
         as_type = FLOATS if self.inputs == 1 else INTS
-        load_vector = emit_load_in_order if self.inputs >= 4 and self.n == SHEET else emit_load
+        load_vector = emit_load_in_order if self.inputs >= 4 and self.n == SHEET and not ARM else emit_load
         at = [self.at(self.w, as_type, (i, SHEET * self.of_vector), (self.first + p) * self.of_vector, *behind)
               for p in range(self.n)]
         return [load_vector(self.builder, p) for p in at]
@@ -407,7 +408,7 @@ def tile_sizes(w, n_rows, K):
 def multiply_sheet(linears, w_at, distance, K, x, row, n_rows, sizes, scratch):
     """
     The sums of n_rows rows of x, from `row` on, and the sheet at w_at, into scratch.sums: (n_rows, SHEET, LANES).
-    distance: how many elements ahead of those that it multiplies the first tile prefetches.
+    distance: how many elements ahead of those that it multiplies the first tile prefetches; 0: none.
     """
     w, k = linears.panels, 0
     n_tile, _, part = sizes

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-# Code for an older processor, for tests and benchmarks: its features are all that is used
+# Code for an older processor, for tests and benchmarks: its features are all that is used, but see below
 CPUS = {'avx2': ('haswell', {'avx2': True}), 'avxvnni': ('alderlake', {'avx2': True, 'avxvnni': True})}
 features = llvm.get_host_cpu_features()
 ARM = platform.machine() in ('aarch64', 'arm64')
@@ -109,7 +109,7 @@ class LoadInOrder(ir.instructions.LoadInstr):
 def emit_load_in_order(builder, p):
     value = LoadInOrder(builder.block, p)
     value.align = 4
-    builder._insert(value)
+    builder._insert(value)  # what builder.load does with its own kind
     return value
 
 
