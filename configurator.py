@@ -151,8 +151,8 @@ def override(namespace, argv):
             text or is_flag or following is None or following.startswith('-') or os.path.exists(following))
         is_setting = arg.startswith('--') and (equals or is_flag)
         if arg in assignments and (is_torn or not is_setting and not asks_help):
-            raise ValueError("settings are written --key=value, without blanks, not "
-                             f"{_short(f'{arg} {following}' if is_torn else arg)} (see --help)")
+            came = _short(f'{arg} {following}' if is_torn else arg)
+            raise ValueError(f"a setting is written --key=value, without blanks, but {came} came: see --help")
     changes = {}  # {name: (value, 'command line' or the file)}
     for path in files:
         for name, value in _read_file(path, {k: namespace[k] for k in settings}).items():
@@ -236,8 +236,8 @@ class Assigned(dict):
 def _read_file(path, defaults):
     if not os.path.isfile(path):
         near = difflib.get_close_matches(path, glob.glob(os.path.join(glob.escape(os.path.dirname(path)), '*.py')), n=1)
-        hint = f"did you mean {near[0]}?" if near else "settings are written --key=value"
-        raise ValueError(f"no config file {_short(path)} ({hint})")
+        advice = f"did you mean {near[0]}?" if near else "name a file that exists, or write a setting as --key=value"
+        raise ValueError(f"there is no config file {_short(path)}: {advice}")
     assigned, source = Assigned(defaults, __file__=path), read_text(path)
     try:
         exec(compile(source, path, 'exec'), assigned, assigned)

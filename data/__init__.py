@@ -1,5 +1,5 @@
 """
-Data sets: a folder for each, whose prepare.py writes train.bin and val.bin.
+Data sets. Each has a folder, and the prepare.py in it writes train.bin and val.bin.
 
     prepare_text   what these scripts share: a text, or its download, becomes tokens
 """

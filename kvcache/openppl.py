@@ -56,8 +56,8 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     max_seqlen, max_kvlen = map(operator.index, (max_seqlen, max_kvlen))
     for x in (seqstarts, kvstarts, cachestarts, start_pos):
         if x.dtype not in (torch.int32, torch.int64):
-            raise ValueError("seqstarts, kvstarts, cachestarts and start_pos must be of int64 or int32, not "
-                             f"{x.dtype}: convert them")
+            raise ValueError("seqstarts, kvstarts, cachestarts and start_pos must be int64 or int32, but one of them "
+                             f"is {x.dtype}: convert it")
     # int64, since sums in int32 overflow
     seqstarts, kvstarts, cachestarts, start_pos = (x.long() for x in (seqstarts, kvstarts, cachestarts, start_pos))
     stored = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat,

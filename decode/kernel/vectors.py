@@ -33,7 +33,7 @@ if ARM and 'dotprod' not in features:  # LLVM does not look for it
 if asked := os.environ.get('DECODE_CPU'):
     if asked not in CPUS:
         raise ValueError(f"DECODE_CPU must be {' or '.join(CPUS)}, or left out, not {asked!r}")
-    # beside those of the name; Zen 4 has AVX-VNNI's instruction as one of AVX-512
+    # features in addition to those of the named processor: Zen 4 has AVX-VNNI's instruction only as one of AVX-512
     numba.config.CPU_FEATURES = ('-avxvnni,+avx512vl,+avx512vnni' if asked == 'avxvnni' and not features.get(asked)
                                  and features.get('avx512vnni') else '')
     numba.config.CPU_NAME, features = CPUS[asked]
