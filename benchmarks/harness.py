@@ -9,6 +9,7 @@ How everything is measured: cases that take turns, and rows that are printed and
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -61,13 +62,13 @@ class Measured:
 def take_turns(cases, repeats, what):
     """
     A `Measured` of each case, with `repeats` rounds after a warm-up: what slows the machine for a while slows all of
-    them. Every other round goes through the cases backwards, so that none always comes after the same other one.
-    what: text of the progress bar.
+    them. Each round has an order of its own, the same in each run: memory that is fast for a minute and slow for
+    another would meet the same cases again in a fixed one. what: text of the progress bar.
     """
     measured = [Measured(case) for case in cases]
     with tqdm(total=(repeats + 1) * len(cases), desc=what, leave=False, disable=None) as bar:
         for n in range(repeats + 1):
-            for m in measured if n % 2 else measured[::-1]:
+            for m in random.Random(n).sample(measured, len(measured)):
                 _, step, setup, per = m.case
                 time.sleep(PAUSE)
                 given = (setup(n),) if setup else ()
