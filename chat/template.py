@@ -70,8 +70,8 @@ def answer_of(program, waiting, question, seconds, what, advice):
     """
     line, kind = json.dumps([*question, seconds]), ''
     if not waiting or (process := waiting.pop()).poll() is not None:  # poll says so, too, of a process of the parent's
-        # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The program adds the folders
-        # of this sys.path after its own: jinja2 may be in any of them. start_new_session: Ctrl-C does not reach it
+        # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The program appends the
+        # folders of this sys.path to its own, since jinja2 may be in any. start_new_session keeps Ctrl-C from it
         process = subprocess.Popen([sys.executable, '-I', program, *sys.path], text=True, encoding='utf-8',
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     try:

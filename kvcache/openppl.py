@@ -54,10 +54,9 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     lengths or rows do not fit together.
     """
     max_seqlen, max_kvlen = map(operator.index, (max_seqlen, max_kvlen))
-    for x in (seqstarts, kvstarts, cachestarts, start_pos):
+    for name, x in dict(seqstarts=seqstarts, kvstarts=kvstarts, cachestarts=cachestarts, start_pos=start_pos).items():
         if x.dtype not in (torch.int32, torch.int64):
-            raise ValueError("seqstarts, kvstarts, cachestarts and start_pos must be int64 or int32, but one of them "
-                             f"is {x.dtype}: convert it")
+            raise ValueError(f"{name} must be int64 or int32, not {x.dtype}: convert it")
     # int64, since sums in int32 overflow
     seqstarts, kvstarts, cachestarts, start_pos = (x.long() for x in (seqstarts, kvstarts, cachestarts, start_pos))
     stored = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat,

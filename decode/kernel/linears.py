@@ -87,17 +87,17 @@ BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
 INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4, I32: 8}  # of packed weights, by their type; int4 are packed as uint32
 ELEMENTS = {F32: GROUP, I16: GROUP, I8: 2 + GROUP, I32: 2 + GROUP // 8}  # of an output, for GROUP inputs
 # How many panels of a sheet a tile of 1, 2, ... rows multiplies at once, by the type of the weights: so many that the
-# sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. Tiles of 3 and 4 rows of rounded
-# weights keep some sums in memory, and read all panels in order: a step of L takes 0.6 to 0.8 of the time. And how many
-# rows a tile has at most in a step of more than FEW_ROWS rows; in smaller ones each tile reads all panels.
+# sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. Only tiles of all panels read
+# weights in order. So tiles of 3 and 4 rows of rounded weights have all panels, and some of their sums are in memory: a
+# step of L takes 0.6 to 0.8 of the time. A step of up to FEW_ROWS rows has only tiles of all panels, a larger one has
+# tiles of as many rows as there are here.
 TILES = {F32: (4, 4, 4, 4, 4, 4), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2), I32: (4, 4, 4, 4, 2)}
-ONE_OF_MANY, FEW_ROWS = {F32: 6, I16: 5, I8: 5, I32: 5}, 16
+FEW_ROWS = 16
 if LANES == 8:
     TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 4, 4, 2, 2), I32: (4, 4, 4, 4, 2, 2)}
-    ONE_OF_MANY, FEW_ROWS = {F32: 6, I16: 4, I8: 6, I32: 6}, 0
+    FEW_ROWS = 0
 if ARM:  # a vector is two of its 32 registers; rows and panels with the fewest instructions for a product, by counting
     TILES |= {I16: (4, 2, 2, 2), I8: (4, 4, 2, 2), I32: (4, 2, 2, 2)}
-    ONE_OF_MANY |= {I8: 4, I32: 4}
 
 # what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh, or stored as
 # silu(gate) * up, where panels of gates and of ups take turns. They are int64, and no plain numbers, for each of which
@@ -131,10 +131,10 @@ def sheet_elements(builder, w, n_inputs):
 @instruction(types.UniTuple(types.int64, 2))
 def most_rows(builder, w):
     """
-    The most rows of a tile, for packed weights w: of one that multiplies all panels of a sheet at once, and of one of a
-    step of many rows.
+    The most rows of a tile, for packed weights w: of one that multiplies all panels of a sheet at once, and of any.
     """
-    return [I64(n) for n in (TILES[w.type.pointee].count(SHEET), ONE_OF_MANY[w.type.pointee])]
+    panels = TILES[w.type.pointee]
+    return [I64(n) for n in (panels.count(SHEET), len(panels))]
 
 
 @instruction(types.void)
@@ -395,10 +395,10 @@ def tile_sizes(w, n_rows, K):
     """
     (rows of a tile, rows whose sums are kept at a time, inputs that all tiles multiply before the next ones are read).
     """
-    at_once, one_of_many = most_rows(w)
+    at_once, most = most_rows(w)
     if n_rows <= at_once:
         return n_rows, max(1, n_rows), K
-    n_tiles = -(-n_rows // (at_once if n_rows <= FEW_ROWS else one_of_many))
+    n_tiles = -(-n_rows // (at_once if n_rows <= FEW_ROWS else most))
     n_tile, n_parts = -(-n_rows // n_tiles), -(-K // (PART * inputs_per_vector(w)))
     return n_tile, SUMMED_ROWS // n_tile * n_tile, padded(-(-K // n_parts), GROUP)
 

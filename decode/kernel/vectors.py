@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-# Code for an older processor, for tests and benchmarks: its features are all that is used, but see below
+# DECODE_CPU compiles for one of these older processors, in tests and benchmarks: (its name in LLVM, its features)
 CPUS = {'avx2': ('haswell', {'avx2': True}), 'avxvnni': ('alderlake', {'avx2': True, 'avxvnni': True})}
 features = llvm.get_host_cpu_features()
 ARM = platform.machine() in ('aarch64', 'arm64')
