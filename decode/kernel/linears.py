@@ -25,6 +25,7 @@ The sums of several rows and panels are a tile, each in a register, to which one
 a tile is emitted with its loops over rows and panels unrolled, so LLVM sees a straight line of instructions.
 """
 from collections import namedtuple
+from functools import partial, reduce
 from itertools import product
 
 import numpy as np
@@ -46,33 +47,31 @@ from decode.kernel.vectors import (
     I64,
     INTS,
     LANES,
-    absolute,
     address,
     broadcast,
     bytes_of,
     call,
     constant,
     emit_fma,
+    emit_larger,
     emit_load,
     emit_load_in_order,
+    emit_store_bytes,
     features,
     fma,
+    fold_each,
     gelu,
     gelu_tanh,
     instruction,
-    larger,
     load,
-    max_lanes,
-    nearest,
     njit,
     padded,
     same,
     silu,
-    splat,
     store,
     store_first,
-    store_rounded,
     sum_lanes,
+    to_ints,
     widened,
 )
 
@@ -356,38 +355,51 @@ def with_signs(builder, v, of):
     return builder.bitcast(call(builder, 'llvm.x86.avx2.psign.b', BYTES, v, of), INTS)
 
 
-@njit
-def round_row(x, x_at, K, out, out_at, scratch, group_at):
-    """
-    Round K floats of x to int8, SCALE_GROUP to a scale, so that the largest of a group is 127. For each group, from
-    number group_at on, scratch.scales gets the scale, input_sums the sum of what was rounded, and starts -ADDED times
-    the sum of the int8: of each of the weights with which these are multiplied ADDED is too much.
-    """
-    not_numbers = constant(0)
-    for g in range(K // SCALE_GROUP):
-        largest, total = constant(0), constant(0)
-        for i in range(g * SCALE_GROUP, (g + 1) * SCALE_GROUP, LANES):
-            v = load(x, x_at + i)
-            largest, not_numbers = larger(absolute(v), largest), fma(v, constant(0), not_numbers)
-        peak = max_lanes(largest)
-        scale, to_whole = peak / np.float32(127), splat(np.float32(127) / peak if peak > 0 else np.float32(0))
-        for i in range(g * SCALE_GROUP, (g + 1) * SCALE_GROUP, LANES):
-            v = nearest(load(x, x_at + i) * to_whole)
-            store_rounded(out, out_at + i, v)
-            total = total + v
-        of_group = sum_lanes(total)
-        scratch.scales[group_at + g], scratch.input_sums[group_at + g] = scale, scale * of_group
-        scratch.starts[group_at + g] = np.int32(-ADDED * of_group) if abs(of_group) < 2**20 else 0  # 0 for a NaN
-    # int8 has no NaN, so the scale becomes NaN if an input is NaN or infinite
-    scratch.scales[group_at] += sum_lanes(not_numbers)
+@instruction(types.void)
+def round_inputs(builder, x, group, rounded, scales, starts, input_sums):
+    """The two groups of SCALE_GROUP inputs of x from number `group` on, in 8 bits; see prepare_rows."""
+    def of_group(g):
+        firsts = [builder.add(builder.mul(group, I64(SCALE_GROUP)), I64(g * SCALE_GROUP + i))
+                  for i in range(0, SCALE_GROUP, LANES)]
+        return [(first, emit_load(builder, address(builder, x, first, FLOATS))) for first in firsts]
+
+    def store_both(array, v):
+        """array[group : group + 2] = the numbers of the groups, each of which is in half of the lanes of v"""
+        v = builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(I32, 2), [0, LANES // 2]))
+        builder.store(v, address(builder, array, group, v.type)).align = 4
+
+    larger, zero, most = partial(emit_larger, builder), same(0.0, FLOATS), same(127.0, FLOATS)
+    # sizes are compared by their bits, of which an infinity has more than a number, and a NaN more than an infinity
+    sizes = [reduce(larger, [builder.and_(builder.bitcast(v, INTS), same(0x7fffffff, INTS)) for _, v in of_group(g)])
+             for g in range(2)]
+    peaks = builder.bitcast(fold_each(builder, sizes, larger), FLOATS)
+    # int8 has neither infinity nor NaN, so the scale of a group with either becomes NaN
+    scale = emit_fma(builder, peaks, zero, builder.fdiv(peaks, most))
+    to_whole = builder.select(builder.fcmp_ordered('==', peaks, zero), zero, builder.fdiv(most, peaks))
+    totals = [same(0, INTS)] * 2
+    for g in range(2):
+        factor = builder.shuffle_vector(to_whole, to_whole, same(g * LANES // 2, INTS))
+        for first, v in of_group(g):
+            whole = to_ints(builder, builder.fmul(v, factor))
+            emit_store_bytes(builder, rounded, first, whole)
+            totals[g] = builder.add(totals[g], whole)
+    total = fold_each(builder, totals, builder.add)
+    store_both(scales, scale)
+    store_both(starts, builder.mul(total, same(-ADDED, INTS)))
+    store_both(input_sums, builder.fmul(scale, builder.sitofp(total, FLOATS)))
 
 
 @njit
 def prepare_rows(w, x, rows, K, scratch):
-    """Before `linear` is called: for int8 and int4 weights w, round rows (from, to) of x, (.., K), into the scratch."""
+    """
+    Before `linear` is called: for int8 and int4 weights w, round rows (from, to) of x, (.., K), to int8, into the
+    scratch. The largest of SCALE_GROUP inputs becomes 127. For each group scratch.scales gets the scale, input_sums the
+    sum of what was rounded, and starts -ADDED times the sum of the int8: of each of the weights with which these are
+    multiplied ADDED is too much.
+    """
     if inputs_per_vector(w) >= 4:
-        for r in range(rows[0], rows[1]):
-            round_row(x, r * K, K, scratch.rounded, r * K, scratch, r * (K // SCALE_GROUP))
+        for group in range(rows[0] * K // SCALE_GROUP, rows[1] * K // SCALE_GROUP, 2):
+            round_inputs(x, group, scratch.rounded, scratch.scales, scratch.starts, scratch.input_sums)
 
 
 @njit

@@ -157,6 +157,28 @@ def first_lanes(builder, n):
     return builder.icmp_signed('<', lanes, broadcast(builder, n))
 
 
+def emit_larger(builder, a, b):
+    """The larger int32 in each lane"""
+    return builder.select(builder.icmp_signed('>', a, b), a, b)
+
+
+def fold_each(builder, values, operation):
+    """
+    The lanes of each of n vectors, folded in halves: n numbers in one vector, number r in LANES // n lanes from
+    r * LANES // n on. n is a power of two; the operation takes two vectors.
+    """
+    width = LANES
+    while width > 1:  # fold the lanes of two vectors into one, and when one is left, its own
+        half, width = len(values) // 2, width // 2
+        # lanes of a and of b in turns
+        starts = [s + source for s in range(0, LANES, 2 * width) for source in (0, LANES)]
+        low = ir.Constant(INTS, [s + k for s in starts for k in range(width)])
+        high = ir.Constant(INTS, [s + k + width for s in starts for k in range(width)])
+        pairs = zip(values[:half], values[half:]) if half else [(values[0], values[0])]
+        values = [operation(builder.shuffle_vector(a, b, low), builder.shuffle_vector(a, b, high)) for a, b in pairs]
+    return values[0]
+
+
 def bytes_of(element):
     return 4 if element == F32 else element.width // 8
 
@@ -168,6 +190,12 @@ def emit_load_first(builder, array, i, n):
     return call(builder, f'llvm.masked.load.v{LANES}{element.intrinsic_name}.p0', vector,
                 address(builder, array, i, vector), I32(bytes_of(element)), first_lanes(builder, n),
                 same(0.0 if element == F32 else 0, vector))
+
+
+def emit_store_bytes(builder, array, i, v):
+    """array[i : i + LANES] = the last 8 bits of int32 numbers"""
+    small = builder.trunc(v, ir.VectorType(I8, LANES))
+    builder.store(small, address(builder, array, i, small.type)).align = 1
 
 
 def emit_store_first(builder, array, i, v, n):
@@ -212,8 +240,7 @@ def store_first(builder, array, i, v, n):
 @instruction(types.void)
 def store_rounded(builder, array, i, v):
     """array[i : i + LANES] = v in 8 bits; v within +-127, rounded to the nearest whole number, half to even"""
-    small = builder.trunc(to_ints(builder, v), ir.VectorType(I8, LANES))
-    builder.store(small, address(builder, array, i, small.type)).align = 1
+    emit_store_bytes(builder, array, i, to_ints(builder, v))
 
 
 @instruction(types.int64)
@@ -335,13 +362,8 @@ def lanes_from(builder, n):
 
 @instruction(types.float32)
 def sum_lanes(builder, v):
-    """The sum of the lanes, folded in halves: the order in which `sum_each` adds those of each vector"""
-    width = LANES
-    while width > 1:
-        width //= 2
-        upper = ir.Constant(INTS, [(lane + width) % LANES for lane in range(LANES)])
-        v = builder.fadd(v, builder.shuffle_vector(v, v, upper))
-    return builder.extract_element(v, I32(0))
+    """The sum of the lanes, in the order in which `sum_each` adds those of each vector"""
+    return builder.extract_element(fold_each(builder, [v], builder.fadd), I32(0))
 
 
 @instruction(types.float32)
@@ -436,16 +458,7 @@ def zeros(typing, n):
 @instruction(floats)
 def sum_each(builder, sums):
     """LANES vectors -> one, whose lane r is the sum of the lanes of vector r"""
-    width = LANES
-    while width > 1:  # fold the lanes of two vectors into one, until one vector is left
-        half, width = len(sums) // 2, width // 2
-        # lanes of a and of b in turns
-        starts = [s + source for s in range(0, LANES, 2 * width) for source in (0, LANES)]
-        low = ir.Constant(INTS, [s + k for s in starts for k in range(width)])
-        high = ir.Constant(INTS, [s + k + width for s in starts for k in range(width)])
-        sums = [builder.fadd(builder.shuffle_vector(a, b, low), builder.shuffle_vector(a, b, high))
-                for a, b in zip(sums[:half], sums[half:])]
-    return sums[0]
+    return fold_each(builder, sums, builder.fadd)
 
 
 @njit
