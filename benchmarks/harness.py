@@ -62,13 +62,16 @@ class Measured:
 def take_turns(cases, repeats, what):
     """
     A `Measured` of each case, with `repeats` rounds after a warm-up: what slows the machine for a while slows all of
-    them. Each round has an order of its own, the same in each run: memory that is fast for a minute and slow for
-    another would meet the same cases again in a fixed one. what: text of the progress bar.
+    them. The order changes from round to round, so that memory that is slow now and then does not always meet the same
+    case; each second round has the order of the one before reversed, so that no case is first most of the time. what:
+    text of the progress bar.
     """
-    measured = [Measured(case) for case in cases]
+    measured = order = [Measured(case) for case in cases]
+    rng = random.Random(0)  # the same orders in each run
     with tqdm(total=(repeats + 1) * len(cases), desc=what, leave=False, disable=None) as bar:
         for n in range(repeats + 1):
-            for m in random.Random(n).sample(measured, len(measured)):
+            order = rng.sample(measured, len(measured)) if n % 2 else order[::-1]
+            for m in order:
                 _, step, setup, per = m.case
                 time.sleep(PAUSE)
                 given = (setup(n),) if setup else ()

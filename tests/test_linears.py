@@ -93,7 +93,7 @@ class Packed:
         """x (rows, K), zeros where K is padded."""
         n, k = self.linears[number][0].shape
         x = torch.randn(self.n_rows, k) * torch.logspace(-3, 2, self.n_rows)[:, None]
-        x[0], x[1] = 1, -1
+        x[0], x[1], x[2] = 1, -1, 1e-38
         return F.pad(x, (0, padded(k, GROUP) - k))
 
     def width(self, number, then):
@@ -138,7 +138,8 @@ class Packed:
             w = self.rounded_weights(number)
             groups = F.pad(x, (0, -x.size(1) % SCALE_GROUP)).float().unflatten(1, (-1, SCALE_GROUP))
             peak, largest = groups.abs().amax(dim=2, keepdim=True), torch.tensor(127.0)
-            x = ((groups * (largest / peak)).round().double() * (peak / largest)).flatten(1)[:, :w.size(1)]
+            whole = torch.where(peak < 1e-36, 0, (groups * (largest / peak)).round())  # 127 / peak overflows there
+            x = (whole.double() * (peak / largest)).flatten(1)[:, :w.size(1)]
         w, bias = w.double(), 0 if bias is None else bias.double()
         bound = (x.abs() @ w.abs().t() + abs(bias)) * (x.size(1) + 4) * 2.0**-24
         return x @ w.t() + bias, bound

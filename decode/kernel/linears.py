@@ -21,8 +21,9 @@ of a GROUP. A vector of int4 weights has those of 8 inputs for each output. Its 
 lower half and that of input 4 + j in the upper half: a mask, and a shift and a mask, give what the dot product
 instruction takes.
 
-The sums of several rows and panels are a tile, each in a register, to which one loop over the inputs adds. The code of
-a tile is emitted with its loops over rows and panels unrolled, so LLVM sees a straight line of instructions.
+The sums of several rows and panels are a tile, to which one loop over the inputs adds, in registers as far as these
+suffice. The code of a tile is emitted with its loops over rows and panels unrolled, so LLVM sees a straight line of
+instructions.
 """
 from collections import namedtuple
 from functools import partial, reduce
@@ -86,12 +87,11 @@ BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
 INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4, I32: 8}  # of packed weights, by their type; int4 are packed as uint32
 ELEMENTS = {F32: GROUP, I16: GROUP, I8: 2 + GROUP, I32: 2 + GROUP // 8}  # of an output, for GROUP inputs
 # How many panels of a sheet a tile of 1, 2, ... rows multiplies at once, by the type of the weights: so many that the
-# sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. Only tiles of all panels read
-# weights in order. So tiles of 3 and 4 rows of rounded weights have all panels, and some of their sums are in memory: a
-# step of L takes 0.6 to 0.8 of the time. A step of up to FEW_ROWS rows has only tiles of all panels, a larger one has
-# tiles of as many rows as there are here.
+# sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. Tiles of 3 and 4 rows of rounded
+# weights are exceptions on x86: they have all panels, and some sums in memory. Only tiles of all panels read weights in
+# order, and a step of L takes 0.6 to 0.8 of the time that it takes with 2 panels.
 TILES = {F32: (4, 4, 4, 4, 4, 4), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2), I32: (4, 4, 4, 4, 2)}
-FEW_ROWS = 16
+FEW_ROWS = 16  # a step of at most so many rows has only tiles of all panels
 if LANES == 8:
     TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 4, 4, 2, 2), I32: (4, 4, 4, 4, 2, 2)}
     FEW_ROWS = 0
@@ -130,7 +130,7 @@ def sheet_elements(builder, w, n_inputs):
 @instruction(types.UniTuple(types.int64, 2))
 def most_rows(builder, w):
     """
-    The most rows of a tile, for packed weights w: of one that multiplies all panels of a sheet at once, and of any.
+    For packed weights w, the most rows of a tile that multiplies all panels of a sheet at once, and the most of any.
     """
     panels = TILES[w.type.pointee]
     return [I64(n) for n in (panels.count(SHEET), len(panels))]
@@ -357,31 +357,31 @@ def with_signs(builder, v, of):
 
 @instruction(types.void)
 def round_inputs(builder, x, group, rounded, scales, starts, input_sums):
-    """The two groups of SCALE_GROUP inputs of x from number `group` on, in 8 bits; see prepare_rows."""
-    def of_group(g):
-        firsts = [builder.add(builder.mul(group, I64(SCALE_GROUP)), I64(g * SCALE_GROUP + i))
-                  for i in range(0, SCALE_GROUP, LANES)]
-        return [(first, emit_load(builder, address(builder, x, first, FLOATS))) for first in firsts]
+    """Round two groups of SCALE_GROUP inputs of x, from number `group` on, to int8; see prepare_rows."""
+    first = builder.mul(group, I64(SCALE_GROUP))
+    places = [[builder.add(first, I64(g * SCALE_GROUP + i)) for i in range(0, SCALE_GROUP, LANES)] for g in range(2)]
+    inputs = [[emit_load(builder, address(builder, x, place, FLOATS)) for place in of_group] for of_group in places]
 
     def store_both(array, v):
         """array[group : group + 2] = the numbers of the groups, each of which is in half of the lanes of v"""
         v = builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(I32, 2), [0, LANES // 2]))
         builder.store(v, address(builder, array, group, v.type)).align = 4
 
-    larger, zero, most = partial(emit_larger, builder), same(0.0, FLOATS), same(127.0, FLOATS)
-    # sizes are compared by their bits, of which an infinity has more than a number, and a NaN more than an infinity
-    sizes = [reduce(larger, [builder.and_(builder.bitcast(v, INTS), same(0x7fffffff, INTS)) for _, v in of_group(g)])
-             for g in range(2)]
+    larger, zero, whole_peak = partial(emit_larger, builder), same(0.0, FLOATS), same(127.0, FLOATS)
+    # sizes are compared as int32, where infinity is above all numbers, and NaN above infinity
+    sizes = [reduce(larger, [builder.and_(builder.bitcast(v, INTS), same(0x7fffffff, INTS)) for v in of_group])
+             for of_group in inputs]
     peaks = builder.bitcast(fold_each(builder, sizes, larger), FLOATS)
     # int8 has neither infinity nor NaN, so the scale of a group with either becomes NaN
-    scale = emit_fma(builder, peaks, zero, builder.fdiv(peaks, most))
-    to_whole = builder.select(builder.fcmp_ordered('==', peaks, zero), zero, builder.fdiv(most, peaks))
+    scale = emit_fma(builder, peaks, zero, builder.fdiv(peaks, whole_peak))
+    is_zero = builder.fcmp_ordered('<', peaks, same(1e-36, FLOATS))  # below it the quotient overflows
+    to_whole = builder.select(is_zero, zero, builder.fdiv(whole_peak, peaks))
     totals = [same(0, INTS)] * 2
     for g in range(2):
         factor = builder.shuffle_vector(to_whole, to_whole, same(g * LANES // 2, INTS))
-        for first, v in of_group(g):
+        for place, v in zip(places[g], inputs[g]):
             whole = to_ints(builder, builder.fmul(v, factor))
-            emit_store_bytes(builder, rounded, first, whole)
+            emit_store_bytes(builder, rounded, place, whole)
             totals[g] = builder.add(totals[g], whole)
     total = fold_each(builder, totals, builder.add)
     store_both(scales, scale)
@@ -393,9 +393,9 @@ def round_inputs(builder, x, group, rounded, scales, starts, input_sums):
 def prepare_rows(w, x, rows, K, scratch):
     """
     Before `linear` is called: for int8 and int4 weights w, round rows (from, to) of x, (.., K), to int8, into the
-    scratch. The largest of SCALE_GROUP inputs becomes 127. For each group scratch.scales gets the scale, input_sums the
-    sum of what was rounded, and starts -ADDED times the sum of the int8: of each of the weights with which these are
-    multiplied ADDED is too much.
+    scratch. The largest in size of SCALE_GROUP inputs becomes 127 or -127. For each group scratch.scales gets the
+    scale, input_sums the sum of what was rounded, and starts -ADDED times the sum of the int8, because each stored int8
+    weight is ADDED too large.
     """
     if inputs_per_vector(w) >= 4:
         for group in range(rows[0] * K // SCALE_GROUP, rows[1] * K // SCALE_GROUP, 2):

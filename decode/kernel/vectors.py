@@ -164,8 +164,8 @@ def emit_larger(builder, a, b):
 
 def fold_each(builder, values, operation):
     """
-    The lanes of each of n vectors, folded in halves: n numbers in one vector, number r in LANES // n lanes from
-    r * LANES // n on. n is a power of two; the operation takes two vectors.
+    Fold the lanes of each of n vectors to one number, in halves. Number r fills LANES // n lanes of the result, from
+    r * LANES // n on. n: a power of two, at most LANES. operation: of two vectors.
     """
     width = LANES
     while width > 1:  # fold the lanes of two vectors into one, and when one is left, its own
@@ -193,7 +193,7 @@ def emit_load_first(builder, array, i, n):
 
 
 def emit_store_bytes(builder, array, i, v):
-    """array[i : i + LANES] = the last 8 bits of int32 numbers"""
+    """array[i : i + LANES] = the lowest 8 bits of each lane of v, int32"""
     small = builder.trunc(v, ir.VectorType(I8, LANES))
     builder.store(small, address(builder, array, i, small.type)).align = 1
 
