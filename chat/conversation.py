@@ -24,7 +24,8 @@ class Conversation:
 
     messages: what was said after the system message, dicts with role and content. n_kept, n_new, n_drawn: how many
     tokens of the last prompt were in the cache already, how many were computed, and how many its answer has. cut: why
-    the answer ended, if the model has not ended it. ValueError if the model has no chat template.
+    the answer ended, if the model has not ended it. n_answers: so far; answer number i draws with seed + i, because
+    answers with the same noise resemble each other. ValueError if the model has no chat template.
     """
 
     def __init__(self, engine, tokenizer, system='', variables=(), seed=0, **how):
@@ -34,7 +35,7 @@ class Conversation:
         self.engine, self.tokenizer, self.seed, self.how = engine, tokenizer, seed, how
         self.system, self.variables = system, variables
         self.token_bytes = tokenizer.bytes_of_tokens(engine.model.config.vocab_size, skip_special=True)
-        self.messages, self.n_kept, self.n_new, self.n_drawn, self.cut = [], 0, 0, 0, ''
+        self.messages, self.n_answers, self.n_kept, self.n_new, self.n_drawn, self.cut = [], 0, 0, 0, 0, ''
 
     def stop(self, *signal_and_frame):
         """End the answer after the present call of the executor; also a handler of signals."""
@@ -54,7 +55,9 @@ class Conversation:
             raise ValueError(f"the conversation has {len(prompt):,} tokens, and the model's context {most:,}: begin a "
                              "new one (/clear), or say less")
         room, stop_ids = most - len(prompt) + 1, self.tokenizer.end_tokens
-        sequence, = self.engine.add(prompt, min(max_new_tokens, room), seed=self.seed, stop_ids=stop_ids, **self.how)
+        sequence, = self.engine.add(prompt, min(max_new_tokens, room), seed=self.seed + self.n_answers,
+                                    stop_ids=stop_ids, **self.how)
+        self.n_answers += 1
         stream, said, self.cut = TextStream(self.token_bytes, strip=self.tokenizer.strips), '', ''
         try:
             while not sequence.ended and not self.engine.return_soon[0]:

@@ -62,7 +62,7 @@ def grammar(form, tools, several, rule, answer=None):
     rules = []
     for i, tool in enumerate(tools):
         f = tool['function']
-        schema = f.get('parameters') or {'type': 'object'}
+        schema = f.get('parameters') or {'type': 'object', 'properties': {}}  # none: it has no arguments
         if 'properties' in schema and schema.keys() <= PLAIN:  # a function fails with arguments that it does not have
             schema = schema | {'additionalProperties': False}
         begin = f'{{"name": {json.dumps(f["name"])}, "{form.arguments}": '

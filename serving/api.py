@@ -15,14 +15,14 @@ TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_
          503: 'service_unavailable'}
 TOOLS = "this is for conversations: POST messages to /v1/chat/completions"
 FORM = "response_format and structured_outputs say what form a text has"
-TEMPLATE = "give it to the chat template: chat_template_kwargs, {\"enable_thinking\": false} for example"
+TEMPLATE = "if the chat template knows it, give it that: chat_template_kwargs, {\"enable_thinking\": false} for example"
 KEPT = "this server keeps no answers: send the whole conversation as input"
-LENGTH = "its name is max_tokens here, and max_output_tokens in /v1/responses"
+LENGTHS = 'max_output_tokens', 'max_tokens'  # one of them is the name at an address
 UNSUPPORTED = {  # what asks for something that is not here; a body with several of them is told of the first one here
     'tools': TOOLS, 'functions': "its name is tools here", 'json_schema': FORM, 'grammar': FORM, 'guided_json': FORM,
     'guided_regex': FORM, 'guided_choice': FORM, 'guided_grammar': FORM, 'guided_decoding_backend': FORM,
     'messages': "POST them to /v1/chat/completions",
-    'prompt': "POST it to /v1/completions",
+    'prompt': "POST a text to continue to /v1/completions; prompts are not stored here",
     'content': "its name is prompt here",
     'input': "POST it to /v1/responses",
     'previous_response_id': KEPT, 'conversation': KEPT, 'background': "this server keeps no answers: stream this one",
@@ -39,8 +39,7 @@ UNSUPPORTED = {  # what asks for something that is not here; a body with several
     'documents': TEMPLATE, 'chat_template': "the template of the model's own files is used",
     'prompt_logprobs': "echo with logprobs gives those of a prompt",
     'repeat_penalty': "its name is repetition_penalty here",
-    'n_predict': LENGTH, 'max_new_tokens': LENGTH, 'max_completion_tokens': LENGTH, 'max_tokens': LENGTH,
-    'max_output_tokens': LENGTH,
+    **dict.fromkeys(['n_predict', 'max_new_tokens', 'max_completion_tokens', *LENGTHS], "its name is {length} here"),
     'tool_choice': TOOLS, 'function_call': "its name is tool_choice here",
 }
 IGNORED = {  # they change no token
@@ -54,7 +53,7 @@ NOTHING = {  # the values with which a field asks for nothing, besides 0, false 
     'repeat_penalty': 1, 'typical_p': 1, 'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1,
     'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
-ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens'}
+ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens', 'guided_json', 'json_schema'}
 
 
 class APIError(Exception):
@@ -134,6 +133,7 @@ def unknown_field(name, known):
     if advice is None:
         advice = f"did you mean {alike}?" if (alike := near(name, known, 0.75)) else "leave it out"
         return APIError(400, f"{name[:60]} is not a field here: {advice}", name[:60], 'unknown_field')
+    advice = advice.replace('{length}', next(filter(known.__contains__, LENGTHS), 'max_tokens'))
     return APIError(400, f"{name[:60]}: {advice}", name[:60], 'unsupported_field')
 
 

@@ -153,7 +153,7 @@ class ResponseFormat(Strict):
     @model_validator(mode='after')
     def with_schema(self):
         if (self.type == 'json_schema') != (self.json_schema is not None):
-            raise ValueError("response_format has json_schema where its type is json_schema, and nowhere else")
+            raise ValueError("response_format must have json_schema if its type is json_schema, and only then")
         return self
 
 
@@ -183,7 +183,9 @@ class GenerationBody(Body):
     stop_token_ids: list_of(TokenId, max_length=128) = Field(default_factory=list)
     ignore_eos: bool = False
     n: Whole = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
-    seed: Whole | None = Field(None, ge=-2**63, lt=2**63, description="sample i of a prompt draws with seed + i")
+    seed: Annotated[Annotated[Whole, Field(ge=-2**63, lt=2**63)] | None, says(
+        "seed should be a whole number from -2**63 to 2**63 - 1")] = Field(
+            None, description="sample i of a prompt draws with seed + i")
     stop: Stops = Field(default_factory=list)
     include_stop_str_in_output: bool = Field(False, description="what ends a sample is a part of its text")
     skip_special_tokens: bool = Field(True, description="special tokens, <|im_end|> for example, have no text")

@@ -71,7 +71,7 @@ def answer(kind, text):
         pass  # Windows has no such limit
     try:
         grammar = json.dumps({'grammars': [{'lark_grammar': lark_of(kind, text) + OPTIONS}]})
-    except (ValueError, RecursionError) as e:
+    except Exception as e:  # the library has several kinds
         return 'error', f"it cannot be read: {e}"[:300]
     LLMatcher(LLTokenizer('byte'), grammar, log_level=0).compute_bitmask()
     return 'text', grammar

@@ -9,7 +9,7 @@ import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
 from serving.answer import ChatCompletion, event
-from serving.api import MOST_MESSAGES
+from serving.api import MOST_MESSAGES, shown
 from serving.bodies import MOST_TOOLS, ChatBody, Lenient, Message, ResponseFormat, Tokens, Tool, ToolChoice, list_of
 
 KINDS = 'message', 'function_call', 'function_call_output'  # of items in the input
@@ -32,6 +32,8 @@ def message_of(item):
 
 
 def messages_of(given):
+    if type(given) not in (str, list):
+        raise ValueError(f"input should be a text, or a list of items, not {shown(given)}")
     return [{'role': 'user', 'content': given}] if type(given) is str else given
 
 

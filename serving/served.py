@@ -155,7 +155,8 @@ def forms_of(body, served):
     if body.tool_choice not in ('none', 'auto'):
         missing = {*body.callable_names} - {tool['function']['name'] for tool in body.tools}
         if missing or not body.tools:
-            raise invalid('tool_choice', f"tool_choice needs {''.join(missing)[:64] or 'a tool'} among the tools")
+            raise invalid('tool_choice', f"tool_choice asks for {''.join(missing)[:64] or 'a call'}, and tools has "
+                                         f"{'no such tool' if body.tools else 'none'}")
         if form is None:
             raise invalid('tool_choice', "tool_choice: the chat template does not show how the model writes calls: "
                                          "leave it out, and read the answer as text")

@@ -116,6 +116,7 @@ def test_the_server_and_a_conversation_say_the_same_with_the_same_seed():
             for text in rng.sample(SAID, 2):
                 system = [dict(role='system', content=c.system)] * bool(c.system)
                 body = how | dict(messages=[*system, *c.messages, dict(role='user', content=text)], max_tokens=20,
+                                  seed=case + c.n_answers,
                                   chat_template_kwargs=variables)
                 answer = client.post('/v1/chat/completions', json=body)
                 assert answer.status_code == 200, answer.text

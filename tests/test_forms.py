@@ -339,6 +339,12 @@ def test_what_no_vocabulary_of_ours_can_write_ends_with_an_error():
     assert other.ended == 'length'
 
 
+@pytest.mark.parametrize('text', ['garbage!!', 'root ::= "a', 'root ::= x', 'x ::= "a"', 'root ::= [a-', '%%%', ''])
+def test_what_is_wrong_with_a_grammar_is_said(text):
+    with pytest.raises(ValueError, match='(?i)it cannot be read: .*(expected|root|rule|start|grammar|line)'):
+        compiled('grammar', text, Vocabulary(LETTERS, LETTERS.vocab_size))
+
+
 def test_bounds_of_what_comes_from_outside(monkeypatch):
     """Forms that take long, or much memory, or end the process: refused, or served within seconds."""
     monkeypatch.setattr(grammars, 'SECONDS', 0.5)

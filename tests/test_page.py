@@ -215,9 +215,12 @@ class Page:
         return {name: message[name] for name in ('role', 'content')}
 
     def is_answered(self, messages, **fields):
-        """Once the page has its answer, is that the API's answer to these messages, and is no more shown?"""
+        """
+        Once the page has its answer, is that the API's answer to these messages, and is no more shown? Turn i draws
+        with the seed + i.
+        """
         self.wait(self.finished)
-        return self.turns() == [*messages, self.answer(messages, **fields)]
+        return self.turns() == [*messages, self.answer(messages, **dict(seed=1337 + len(messages) // 2) | fields)]
 
     def squares(self):
         return self.browser.execute_script("return [...document.querySelectorAll('#pool > i')].map("
@@ -459,7 +462,7 @@ def test_a_turn_is_stopped_edited_and_repeated_and_what_that_removes_can_be_had_
 
     chat['#message'].send_keys('a draft')
     chat.press('Repeat turn 2')
-    assert chat.is_answered(said, seed=1338) and chat.text('#removed span') == '2 turns removed'
+    assert chat.is_answered(said, seed=1339) and chat.text('#removed span') == '2 turns removed'
     repeated = chat.turns()
     for turns in (whole, repeated, whole):
         chat['#undo'].click()

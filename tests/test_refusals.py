@@ -63,7 +63,9 @@ COMPLETIONS = [
     (dict(max_completion_tokens=5), 'max_completion_tokens', 'max_tokens'),
     (dict(think=1, thinking=True), 'thinking', 'chat_template_kwargs')]
 CHATS = [
-    (dict(prompt='x'), 'prompt', '/v1/completions'), (dict(function_call='f'), 'function_call', 'tool_choice'),
+    (dict(prompt='x'), 'prompt', '/v1/completions'), (dict(guided_json={}), 'guided_json', 'response_format'),
+    (dict(max_output_tokens=5), 'max_output_tokens', 'max_tokens here'),
+    (dict(function_call='f'), 'function_call', 'tool_choice'),
     (dict(messages=[]), 'messages', 'messages'), (dict(messages='hi'), 'messages', 'messages'),
     (dict(messages=None), 'messages', 'missing'), (dict(top_logprobs=3), 'top_logprobs', 'needs logprobs'),
     (dict(logprobs=True, top_logprobs=21), 'top_logprobs', '20'),
@@ -86,7 +88,7 @@ CHATS = [
                                     (dict(name='a', parameters=[]), 'parameters', 'object')]),
     (dict(tools=TOOLS, tool_choice='any'), 'tool_choice', 'none, auto, required'),
     (dict(tools=TOOLS, tool_choice=dict(type='function', function=dict(name='rm'))), 'tool_choice', 'rm'),
-    (dict(tool_choice='required'), 'tool_choice', 'a tool')]
+    (dict(tool_choice='required'), 'tool_choice', 'none')]
 TOOLLESS = [
     (dict(tools=TOOLS), 'tools', '--chat_template'),
     (dict(messages=[USER, dict(role='tool', content='x')]), 'messages', "describe them in a message"),
@@ -96,7 +98,8 @@ RESPONSES = [
     (dict(previous_response_id='resp_1'), 'previous_response_id', 'the whole conversation'),
     (dict(conversation=dict(id='x')), 'conversation', 'the whole conversation'),
     (dict(background=True), 'background', 'keeps no answers'), (dict(truncation='auto'), 'truncation', 'shorten'),
-    (dict(max_tokens=5), 'max_tokens', 'max_output_tokens'), (dict(messages=[USER]), 'messages', 'chat/completions'),
+    (dict(max_tokens=5), 'max_tokens', 'its name is max_output_tokens'),
+    (dict(messages=[USER]), 'messages', 'chat/completions'),
     (dict(reasoning=dict(effort='low')), 'reasoning', 'chat_template_kwargs'), (dict(n=2), 'n', '1'),
     (dict(input=[]), 'input', 'at least 1'), (dict(input=None), 'input', 'missing'), (dict(input=3), 'input', 'list'),
     (dict(input=[3]), 'input.0', 'an object'),
