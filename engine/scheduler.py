@@ -11,6 +11,7 @@ from decode.batch import Batch
 
 MOST_LOGITS = 2**22  # numbers that a call keeps for log probabilities
 AFTER_AN_END = 8    # steps of a call after the end of a sequence, whose last tokens come when the call ends
+MOST_LONG = 4       # prompts that run although they lack more than a step computes
 
 
 class Scheduler:
@@ -18,11 +19,11 @@ class Scheduler:
     pool: nothing else begins or frees its sequences. budget: the largest number of tokens that a step computes.
     most_running: sequences at a time. at_once: the most tokens of one sequence in a step.
 
-    The oldest sequences come first. Each that runs gets one token of a step, as far as the budget goes; what is left of
-    it goes to those that lack more, in order of age, so that a long prompt holds up no other. When there are too few
-    slots, the newest sequence gives its own up and waits again; its tokens are computed anew later. So the oldest one
-    always advances. A sequence begins to run if there are slots for all of its tokens (with a window: for the first
-    step), and a page beside them for each that runs and will need one.
+    The oldest sequences come first. Each that runs gets one token of a step, as far as the budget goes. Half of what is
+    left of it goes to the oldest that lacks more, the rest first to those that lack least, so that a long prompt holds
+    up no other. When there are too few slots, the newest sequence gives its own up and waits again; its tokens are
+    computed anew later. So the oldest one always advances. A sequence begins to run if there are slots for all of its
+    tokens (with a window: for the first step), and a page beside them for each that runs and will need one.
 
     going: all sequences that have not ended, in order of age. running, waiting: of these, also by age; siblings are in
     neither before they begin. n_preempted; n_looked_up and n_found, the tokens of prompts that were looked for and
@@ -94,20 +95,26 @@ class Scheduler:
         """The next `Batch`, None if there is nothing to compute. until, return_soon: see there."""
         self.admit()
         self.fork_siblings()
-        plan, spare = [], self.budget - len(self.running)
         tried = [s for s in self.running if s in self.trials[0]] if self.trials else self.running
-        n_preempted = self.n_preempted
-        for s in tried[:self.budget]:  # the oldest first: no sequence preempts an older one
-            if self.n_preempted > n_preempted and s not in self.running:
-                break
+        for s in tried:
             if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
                 self.pool.cut(s, 0)
-            n = min(self.lacks(s), 1 + max(0, spare), self.at_once)
-            if not self.make_room(s, n, len(plan)):
+        plan, n_preempted = [], self.n_preempted
+        for s, n in self.shares(tried[:self.budget]).items():  # the oldest first: no sequence preempts an older one
+            if self.n_preempted > n_preempted and s not in self.running or not self.make_room(s, n, len(plan)):
                 break
-            spare -= n - 1
             plan.append((s, n))
         return self.batch_of(plan, until, return_soon) if plan else None
+
+    def shares(self, sequences):
+        """{sequence: how many of its tokens the next step computes}, for sequences in order of age."""
+        lacking = {s: min(self.lacks(s), self.at_once) for s in sequences}
+        spare, shares = max(0, self.budget - len(self.running)), dict.fromkeys(sequences, 1)
+        if wanting := [s for s in sequences if lacking[s] > 1]:
+            for s, most in [(wanting[0], -(-spare // 2)), *((s, spare) for s in sorted(wanting, key=lacking.get))]:
+                n = min(lacking[s] - shares[s], most, spare)
+                shares[s], spare = shares[s] + n, spare - n
+        return shares
 
     @staticmethod
     def lacks(sequence):
@@ -196,14 +203,14 @@ class Scheduler:
 
     def admit(self):
         """
-        Begin sequences that wait, in order, while there is room, and while those that run lack less than a step
-        computes: a later one may find what they compute. While there are trials, only those of the first one begin.
+        Begin sequences that wait, in order, while there is room. While those that run lack as much as a step computes,
+        a later one begins only if `is_worth_it`. While there are trials, only those of the first one begin.
         """
         waiting = [s for s in self.trials[0] if s in self.waiting] if self.trials else self.waiting
         lacking, self.n_growing = sum(map(self.lacks, self.running)) if waiting else 0, None
         while waiting and len(self.running) < self.most_running:
             s = waiting[0]
-            if lacking >= self.budget and self.running[-1] < s:
+            if lacking >= self.budget and self.running[-1] < s and not self.is_worth_it(s):
                 return
             if not self.begin(s):
                 victim = self.who_gives_way() if self.running else None
@@ -217,6 +224,17 @@ class Scheduler:
             if waiting is not self.waiting:
                 waiting.remove(s)
             insort(self.running, s)
+
+    def is_worth_it(self, sequence):
+        """
+        Is a sequence to begin beside prompts that take all of a step? No, if it would find what one of them computes
+        next, or if MOST_LONG of them are long.
+        """
+        s, part = sequence, max(1, self.budget // MOST_LONG)
+        if sum(min(self.lacks(r), part) for r in self.running) >= self.budget:
+            return False
+        ends = [(r, r.n_computed + self.pool.page_size) for r in self.running if self.lacks(r) > 1]
+        return not any(r.salt == s.salt and s.tokens[:end] == r.tokens[:end] for r, end in ends)
 
     def begin(self, sequence):
         """Begin a sequence in the pool. Returns False if there is no room."""

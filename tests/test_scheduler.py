@@ -11,12 +11,12 @@ from engine import Engine, default_pool
 V = 11
 
 
-def engine_of(n_pages=16, budget=64, most_ahead=1):
+def engine_of(n_pages=16, budget=64, most_ahead=1, block_size=32):
     """
     An engine with pages of 4, which draws so many tokens in a call at most. plans: of all steps, [(sequence, its tokens
     that were computed before, how many now)].
     """
-    model = toy_model(vocab_size=V)
+    model = toy_model(block_size, V)
     executor = ToyExecutor(model)
     engine = Engine(model, executor, default_pool(model.config, n_pages, 4), budget)
     engine.plans, engine.most_ahead, executor.pool, whole = [], most_ahead, engine.pool, executor.execute_model
@@ -88,6 +88,32 @@ def test_long_prompt_does_not_stall_decoders():
         engine.step()
         assert long.n_computed == min(30, computed + 5)
         assert [len(s.tokens) for s in short] == [n + 1 for n in lengths]
+    finish(engine)
+
+
+def test_a_long_prompt_keeps_no_later_one_waiting():
+    """A short prompt gets what it lacks, and the oldest one half of each step at least."""
+    engine = engine_of(n_pages=128, budget=8, block_size=512)
+    long, = ask(engine, [i % 7 for i in range(300)])
+    engine.step()
+    short, = ask(engine, [8, 9, 8, 9, 8])
+    for _ in range(5):
+        engine.step()
+    assert short.ended and all(n >= 4 for plan in engine.plans for s, _, n in plan if s is long)
+    others = [ask(engine, [7 + i] * 40)[0] for i in range(3)] + [ask(engine, [10, 7] * 20)[0]]
+    engine.step()
+    assert [s.n_found is None for s in others] == [False, False, False, True], "with the first one they are four"
+    finish(engine)
+
+
+def test_a_prompt_waits_for_the_pages_that_it_will_find():
+    engine = engine_of(n_pages=128, budget=8, block_size=512)
+    prompt = [i % 7 for i in range(100)]
+    ask(engine, prompt + [8] * 100, max_tokens=1)
+    second, = ask(engine, prompt + [9] * 5)
+    while not second.ended:
+        engine.step()
+    assert second.n_found == 100 and len(engine.plans) < 25, "it does not wait for the whole of the first prompt"
     finish(engine)
 
 
