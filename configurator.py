@@ -238,6 +238,9 @@ def _read_file(path, defaults):
         near = difflib.get_close_matches(path, glob.glob(os.path.join(glob.escape(os.path.dirname(path)), '*.py')), n=1)
         advice = f"did you mean {near[0]}?" if near else "name a file that exists, or write a setting as --key=value"
         raise ValueError(f"there is no config file {_short(path)}: {advice}")
+    if not path.endswith('.py'):
+        raise ValueError(f"{_short(path)} is no config file, whose name ends in .py: write a setting as --key=value, "
+                         "such as --input= for a text")
     assigned, source = Assigned(defaults, __file__=path), read_text(path)
     try:
         exec(compile(source, path, 'exec'), assigned, assigned)

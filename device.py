@@ -220,7 +220,7 @@ def share_cores(seconds=0.5):
         return
     try:
         openmp = ctypes.CDLL('libgomp.so.1', mode=os.RTLD_NOLOAD)  # that of torch, if it has this one
-        cores = os.sched_getaffinity(0)
+        cores, n_threads = os.sched_getaffinity(0), torch.get_num_threads()  # of this thread: others may have another
         used_by_others(cores)
     except (AttributeError, OSError, ValueError):
         return
@@ -235,7 +235,7 @@ def share_cores(seconds=0.5):
             time.sleep(seconds)
             before, used, since, then = used, used_by_others(cores), then, time.monotonic()
             free = len(cores) - (used - before) / (then - since)
-            needed = free < torch.get_num_threads() - 0.25
+            needed = free < n_threads - 0.25
             if needed and not released:
                 released = threading.Event()
                 threading.Thread(target=hold, args=[released], daemon=True).start()

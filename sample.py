@@ -33,6 +33,7 @@ from decode.draw import DrawSettings, draw
 from decode.eager import UncachedExecutor
 from device import DTYPES, autocast, pick_device, pick_dtype, share_cores, synchronize, trusted_dtype
 from engine.engine import PAGE_SIZE, Engine, default_pool, pool_for
+from engine.sequence import AHEAD_OF_STOPS, MOST_AHEAD
 from formats.pretrained import generation_defaults
 from kvcache import NoPool, bytes_of_slots, make_layers, pages_for
 from kvcache.storage import free_memory
@@ -53,7 +54,8 @@ top_p = 1.0           # draw from the fewest tokens that hold this much probabil
 stop = ''             # end a sample where this text comes up; \n, \t and \\ are a newline, a tab and a backslash
 use_cache = True      # keep keys and values instead of computing them again: the same tokens, sooner
 when_full = 'auto'    # of a full context: crop keeps the last block_size tokens (exact, slow), shift half of them, roll
-                      # all keys, of which a window is seen; auto is roll for models with a window, crop for others
+                      # all keys, of which a window is seen; auto is roll for models with a window and without learned
+                      # positions, crop for others
 keep = 0              # with shift: keep so many of the last tokens instead of half; with roll: the window
 n_keep = 0            # with shift and roll: and the first so many of the prompt
 kv_cache = 'blocks'   # where keys and values live: blocks (vLLM's), streams or unified (llama.cpp's cells)
@@ -136,9 +138,11 @@ class Printed:
 
     def add(self, number, tokens, ended):
         """New tokens of a sample. ended: are they its last ones? Returns whether the text has come to `stop`."""
-        self.n_drawn += len(tokens)
-        self.bar.update(len(tokens))
-        piece, stopped = self.streams[number].push(*tokens), self.streams[number].stopped
+        stream = self.streams[number]
+        before, piece, stopped = stream.n_pushed, stream.push(*tokens), stream.stopped
+        n = stream.n_pushed - before if stop else len(tokens)  # those up to `stop`
+        self.n_drawn += n
+        self.bar.update(n)
         self.ended[number] = ended or stopped
         if self.live:
             print(piece, end='', flush=True)
@@ -178,6 +182,7 @@ def sample_by_engine(model, tokenizer, prompts, dev, printed):
     n_tokens = max(map(len, prompts)) + max_new_tokens
     pool, how, number_of = pool_of(model.config, n_sequences, n_tokens), draw_settings(), {}
     engine = engine_for(model, tokenizer, n_sequences, n_tokens, pool, dev)
+    how['most_ahead'] = AHEAD_OF_STOPS if stop else MOST_AHEAD
     if when_full in ('crop', 'shift'):
         how |= dict(when_full=when_full, keep=keep or None, n_keep=n_keep)
     if constraint := constraint_of(model, tokenizer):

@@ -164,7 +164,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
     best_val_loss = float(resumed.get('best_val_loss', math.inf))
     began = time.monotonic() - resumed.get('seconds', 0.0)
     resumed.clear()  # frees memory: its tensors were copied into the model and the optimizer
-    checkpointer.track(raw_model, optimizer, scaler, config, tokenizer_state, began)
+    checkpointer.track(raw_model, optimizer, scaler, config, tokenizer_state, began, first_iter)
     try:
         if master:
             open_log(log, checkpointer, config, iter_num)
@@ -178,7 +178,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
                 losses = estimate_loss(eval_model, eval_batches, amp, lambda: stop.agreed(evaluators, dev))
                 best_val_loss = report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, eval_batches)
             if stop.agreed(world_size, dev):
-                checkpointer.stop(log, iter_num, best_val_loss, first_iter)
+                checkpointer.stop(log, iter_num, best_val_loss)
                 break
             if eval_only or iter_num >= max_iters:
                 break
@@ -388,9 +388,10 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
     if losses:
         log.evaluation(iter_num, lr, losses, {split: batches[split].in_words(loss) for split, loss in losses.items()})
         improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
-        best = improved or always_save_checkpoint
-        if iter_num > 0 and (best or iter_num == max_iters) and not eval_only:
-            log.say(checkpointer.save(iter_num, best_val_loss, best))
+        is_new = iter_num != checkpointer.first_iter  # a resumed run begins with what is saved
+        asked = improved or is_new and (always_save_checkpoint or iter_num == max_iters)
+        if iter_num > 0 and asked and not eval_only:
+            log.say(checkpointer.save(iter_num, best_val_loss, best=improved or always_save_checkpoint))
         is_saved = os.path.exists(checkpointer.best) and not checkpointer.is_of_earlier_run()
         if iter_num == max_iters and is_saved and not eval_only:
             log.say(f"trained for {time.monotonic() - checkpointer.began:,.0f} s; "

@@ -49,8 +49,8 @@ def bits_of(model, tokenizer, text):
     n, lengths = len(pieces), torch.tensor([len(piece) for piece in pieces])
     nats = -torch.stack([piece.sum() for piece in pieces])
     mean, bits = (nats.sum() / lengths.sum()).item(), nats.sum().item() / math.log(2) / n_bytes
-    # of a ratio of two sums over pieces
-    error = ((nats - mean * lengths).square().sum() * n / max(1, n - 1)).sqrt().item() / math.log(2) / n_bytes
+    spread = (nats - mean * lengths).square().sum()  # of a ratio of two sums over pieces; one piece shows none
+    error = (spread * n / (n - 1)).sqrt().item() / math.log(2) / n_bytes if n > 1 else None
     return dict(bytes=n_bytes, tokens=int(lengths.sum()), nats_per_token=mean, bits_per_byte=bits, standard_error=error)
 
 
@@ -77,8 +77,9 @@ def accuracies(model, tokenizer, lines):
             lengths = torch.tensor([len(choice) for choice in line['choices']])
             right.append([sums.argmax() == line['answer'], (sums / lengths).argmax() == line['answer']])
     acc, acc_norm = torch.tensor(right).double().mean(0).tolist()
-    error, error_norm = (math.sqrt(p * (1 - p) / max(1, len(right) - 1)) for p in (acc, acc_norm))
-    return dict(questions=len(right), acc=acc, acc_error=error, acc_norm=acc_norm, acc_norm_error=error_norm)
+    n = len(right)
+    error, error_norm = (math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else None for p in (acc, acc_norm))
+    return dict(questions=n, acc=acc, acc_error=error, acc_norm=acc_norm, acc_norm_error=error_norm)
 
 
 def encoded(model, tokenizer, context, continuation):

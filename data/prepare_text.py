@@ -163,6 +163,11 @@ def write(path, content):
 
 
 def split(text):
-    """The parts of a data set from one text: the first 90 % of its characters to train on, the others to validate."""
+    """
+    The parts of a data set from one text: the first 90 % of its characters to train on, the others to validate.
+    ValueError for a text that is too short.
+    """
     n_train = int(len(text) * 0.9)
+    if n_train < 2:
+        raise ValueError(f"the text has {len(text)} characters: a model needs a longer one")
     return dict(train=[text[:n_train]], val=[text[n_train:]])

@@ -1,6 +1,7 @@
 """A sequence: a list of tokens that is being continued. They are the only record of it."""
 
-MOST_AHEAD = 64  # tokens that a sequence draws in a call
+MOST_AHEAD = 64     # tokens that a sequence draws in a call
+AHEAD_OF_STOPS = 8  # the same where a stop string may come: tokens after it are given up
 
 
 class Sequence:

@@ -137,7 +137,7 @@ class Files:
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
             raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
-                             "*.safetensors, nor a GGUF file, nor owner/name of a model on the hub")
+                             "*.safetensors, or with ckpt.pt, nor a GGUF file, nor owner/name of a model on the hub")
         index = os.path.join(folder, 'model.safetensors.index.json')
         if os.path.exists(index):
             listed, there = read_downloaded(index).get('weight_map'), names

@@ -12,7 +12,7 @@ import traceback
 from collections import deque
 
 from decode.draw import log_probabilities
-from engine.sequence import MOST_AHEAD
+from engine.sequence import AHEAD_OF_STOPS, MOST_AHEAD
 from serving.request import Logprobs, Output, chunk_interval
 from serving.stats import Snapshots, Stats
 from tokenizer import TextStream, WholeTexts
@@ -20,7 +20,6 @@ from tokenizer import TextStream, WholeTexts
 LOOKED_AT = 2.0          # seconds after a call of `state` in which it is kept up to date
 BETWEEN_SNAPSHOTS = 0.1  # seconds, at least
 IDLE = 1.0               # seconds that the thread waits for a request at a time
-AHEAD_OF_STOPS = 8       # tokens drawn in a call where a stop string may come: those after it are given up
 
 
 class QueueFull(Exception):

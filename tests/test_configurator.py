@@ -66,7 +66,8 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
     (['--steps=1.5'], 'steps must be int'),
     (['--loud=1'], 'loud must be bool'), (['--rate=fast'], 'rate must be float'), (['--steps'], '--key=value'),
     (['-steps=3'], '--key=value'), (['-loud'], '--key=value'),
-    (['nothing.py'], "no config file 'nothing.py'"), (['typo.py'], 'typo.py.*did you mean steps'),
+    (['text.txt'], 'whose name ends in .py: .*--input='), (['nothing.py'], "no config file 'nothing.py'"),
+    (['typo.py'], 'typo.py.*did you mean steps'),
     (['broken.py'], 'broken.py: SyntaxError'), (['dies.py'], 'dies.py: ZeroDivisionError'),
     (['latin.py'], 'latin.py is not UTF-8 text'),
     (['exits.py'], r"exits.py calls sys.exit\('no GPU'\)"),
@@ -81,6 +82,7 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
 ])
 def test_what_is_wrong_is_said_in_one_short_line_and_changes_nothing(script, tmp_path, argv, message):
     (tmp_path / 'typo.py').write_text('step = 3')
+    (tmp_path / 'text.txt').write_text('steps = 3')
     (tmp_path / 'latin.py').write_bytes(b'name = "\xff"')
     (tmp_path / 'broken.py').write_text('steps = = 3')
     (tmp_path / 'dies.py').write_text('steps = 1 / 0')

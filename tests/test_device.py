@@ -170,6 +170,10 @@ def seconds_of_waiting():  # of the processor, in a time in which almost nothing
 
 device.used_by_others = used_by_others
 device.share_cores(seconds=0.05)
+n = torch.get_num_threads()
+torch.set_num_threads(1)  # for a while, as where files are read side by side
+time.sleep(0.2)
+torch.set_num_threads(n)
 results = []
 for rate in (0.0, len(os.sched_getaffinity(0)), 0.0):
     time.sleep(0.4)

@@ -92,6 +92,7 @@ def test_bits_per_byte_are_those_of_one_pass_over_each_piece(begins):
     mean = sum(means) / len(means)
     error = math.sqrt(sum((x - mean) ** 2 for x in means) / (len(means) - 1) / len(means))
     assert got['standard_error'] / got['bits_per_byte'] == pytest.approx(error / got['nats_per_token'], rel=0.25)
+    assert bits_of(model, made, TEXT[:9])['standard_error'] is None, "one piece has no spread"
 
 
 def test_the_token_before_a_text():

@@ -161,12 +161,13 @@ def test_a_new_run_that_is_stopped_early_leaves_the_files_of_an_earlier_one(repo
     assert [(finished / 'out' / name).read_bytes() for name in ('ckpt.pt', 'ckpt_last.pt')] == before
 
 
-def checkpointer_in(folder, resume=True):
+def checkpointer_in(folder, resume=True, first_iter=0):
     """A Checkpointer of a small run in a folder."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
     made = Checkpointer(str(folder), resume, writes=True)
-    made.track(model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler(enabled=False), {}, {}, 0.0)
+    made.track(model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler(enabled=False), {}, {}, 0.0,
+               first_iter)
     return made
 
 
@@ -203,7 +204,7 @@ def test_which_file_a_save_writes_and_which_it_removes(tmp_path, before, resume,
 
 
 def test_stopping_before_the_first_iteration_saves_nothing(tmp_path, capsys):
-    checkpointer_in(tmp_path).stop(Log(None), 5, 1.0, first_iter=5)
+    checkpointer_in(tmp_path, first_iter=5).stop(Log(None), 5, 1.0)
     assert 'nothing to save' in capsys.readouterr().out and iterations(tmp_path) == {}
 
 
@@ -278,6 +279,10 @@ def test_resuming_past_max_iters_says_so_and_changes_nothing(repo, trained):
     done = train(finished, '--init_from=resume', '--max_iters=10')
     assert done.returncode == 0 and 'at iteration 20 and max_iters is 10: there is nothing left' in done.stdout
     assert before == ((finished / 'out' / 'ckpt.pt').read_bytes(), (finished / 'out' / 'log.csv').read_bytes())
+    for _ in range(2):  # the first time its evaluation may be the best so far
+        done = train(finished, '--init_from=resume', '--max_iters=20')
+        assert done.returncode == 0 and 'there is nothing left' in done.stdout
+    assert 'saved to' not in done.stdout and not (finished / 'out' / 'ckpt_last.pt').exists()
 
 
 # torch has two threads, and the user has set as many as the first argument says, or none

@@ -1,6 +1,7 @@
 """sample.py and test_kv_cache.py, as scripts on the small trained run; and sample.py beside the server."""
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -196,6 +197,7 @@ def test_stop_ends_each_sample_there(trained):
     assert r"stop: '\n' (\n is a newline" in typed.stderr and 'is a newline' not in meant.stderr
     traced = sample(trained, *settings, '--stop=\n', KV_DEBUG='1')
     assert traced.stdout == meant.stdout
+    assert len({re.search('([0-9]+) tokens in', done.stderr)[1] for done in (meant, traced)}) == 1, "up to the newline"
 
 
 def test_what_stop_is_read_as(monkeypatch):

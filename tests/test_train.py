@@ -97,7 +97,8 @@ def test_a_run_that_fails_keeps_the_files_and_says_why_in_one_line(repo, trained
     for done, *texts in (
             (train(finished, '--init_from=resume', *bad), 'iteration 21, lr 1.00e+30: ',
              '; try lower learning rates; the last good checkpoint is out/ckpt.pt: to go on'),
-            (run(finished, full, *TINY, '--init_from=resume'), 'ckpt.pt could not be written, is the disk full?')):
+            (run(finished, full, *TINY, '--init_from=resume', '--max_iters=30'),
+             'ckpt.pt could not be written, is the disk full?')):
         last = done.stderr.splitlines()[-1]
         assert done.returncode == 2 and 'Traceback' not in done.stderr, done.stderr
         assert last.startswith('train.py: error: ') and all(text in last for text in texts), last

@@ -52,7 +52,7 @@ def check_tokenizer(model, data, model_from, data_from):
         more = ''.join(sorted({*data['chars']} - {*model['chars']}))
         theirs += f" with {more[:20]!r} among them" if more else " in another order"
     raise ValueError(f"{data_from} has another tokenizer, {theirs}, than {model_from}, {ours}: prepare the text with "
-                     "the model's tokenizer, whose tokenizer.json belongs into the folder, or train a new model")
+                     "the model's tokenizer (data/shakespeare/prepare.py --input= --tokenizer=), or train a new model")
 
 
 def same_tokenizer(a, b):

@@ -43,9 +43,12 @@ class Checkpointer:
             for leftover in glob.glob(glob.escape(path) + '.*.tmp'):  # of a run that was killed while it saved
                 os.remove(leftover)
 
-    def track(self, model, optimizer, scaler, config, tokenizer_state, began):
-        """Store what every checkpoint is made from. began: its start by time.monotonic, without the pauses."""
-        self.began = began
+    def track(self, model, optimizer, scaler, config, tokenizer_state, began, first_iter):
+        """
+        Store what every checkpoint is made from. began: the run's start by time.monotonic, without the pauses.
+        first_iter: its first iteration, before which there is nothing new to save.
+        """
+        self.began, self.first_iter = began, first_iter
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.config, self.tokenizer_state = config, tokenizer_state
 
@@ -92,10 +95,10 @@ class Checkpointer:
         """Is there a ckpt.pt that this run has neither read nor written, in any of its processes?"""
         return self.of_earlier_run is not None and file_at(self.best) == self.of_earlier_run
 
-    def stop(self, log, iter_num, best_val_loss, first_iter):
+    def stop(self, log, iter_num, best_val_loss):
         """Save the state of a run that was asked to stop, and say where."""
         log.bar.close()
-        if iter_num == first_iter:
+        if iter_num == self.first_iter:
             log.say(f"stopped at iteration {iter_num}, before an iteration was done: there is nothing to save")
             return
         done = self.save(iter_num, best_val_loss, best=False)
