@@ -11,7 +11,7 @@ from decode.batch import Batch
 
 MOST_LOGITS = 2**22  # numbers that a call keeps for log probabilities
 AFTER_AN_END = 8    # steps of a call after the end of a sequence, whose last tokens come when the call ends
-MOST_LONG = 4       # prompts that run although they lack more than a step computes
+MOST_LONG = 4       # prompts that are read at a time, of those that lack a MOST_LONG-th part of a step or more
 
 
 class Scheduler:
@@ -96,11 +96,12 @@ class Scheduler:
         self.admit()
         self.fork_siblings()
         tried = [s for s in self.running if s in self.trials[0]] if self.trials else self.running
+        tried = tried[:self.budget]
         for s in tried:
             if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
                 self.pool.cut(s, 0)
         plan, n_preempted = [], self.n_preempted
-        for s, n in self.shares(tried[:self.budget]).items():  # the oldest first: no sequence preempts an older one
+        for s, n in self.shares(tried).items():  # the oldest first: no sequence preempts an older one
             if self.n_preempted > n_preempted and s not in self.running or not self.make_room(s, n, len(plan)):
                 break
             plan.append((s, n))
@@ -204,15 +205,18 @@ class Scheduler:
     def admit(self):
         """
         Begin sequences that wait, in order, while there is room. While those that run lack as much as a step computes,
-        a later one begins only if `is_worth_it`. While there are trials, only those of the first one begin.
+        a later one begins only if it `may_begin_beside` them. While there are trials, only those of the first begin.
         """
         waiting = [s for s in self.trials[0] if s in self.waiting] if self.trials else self.waiting
         lacking, self.n_growing = sum(map(self.lacks, self.running)) if waiting else 0, None
         while waiting and len(self.running) < self.most_running:
             s = waiting[0]
-            if lacking >= self.budget and self.running[-1] < s and not self.is_worth_it(s):
+            is_beside = lacking >= self.budget and self.running[-1] < s
+            if is_beside and not self.may_begin_beside(s):
                 return
-            if not self.begin(s):
+            if not self.begin(s, trims=not is_beside):
+                if is_beside:
+                    return
                 victim = self.who_gives_way() if self.running else None
                 if victim is None or victim < s and (not self.trials or victim in self.trials[0]):
                     return
@@ -225,19 +229,21 @@ class Scheduler:
                 waiting.remove(s)
             insort(self.running, s)
 
-    def is_worth_it(self, sequence):
+    def may_begin_beside(self, sequence):
         """
-        Is a sequence to begin beside prompts that take all of a step? No, if it would find what one of them computes
-        next, or if MOST_LONG of them are long.
+        May a sequence begin beside prompts that take all of a step? Yes, if it finds no more by waiting for one of
+        them, and if those that are read are few enough: MOST_LONG long ones, and short ones that one step computes.
         """
-        s, part = sequence, max(1, self.budget // MOST_LONG)
-        if sum(min(self.lacks(r), part) for r in self.running) >= self.budget:
+        s, long, page_size = sequence, max(2, self.budget // MOST_LONG), self.pool.page_size
+        read = [(r, self.lacks(r)) for r in self.running]
+        if (sum(n >= long for _, n in read) >= MOST_LONG if s.length >= long else
+                sum(n for _, n in read if n < long) >= self.budget):
             return False
-        ends = [(r, r.n_computed + self.pool.page_size) for r in self.running if self.lacks(r) > 1]
+        ends = [(r, (r.n_computed // page_size + 1) * page_size) for r, n in read if n > 1]  # of the pages they compute
         return not any(r.salt == s.salt and s.tokens[:end] == r.tokens[:end] for r, end in ends)
 
-    def begin(self, sequence):
-        """Begin a sequence in the pool. Returns False if there is no room."""
+    def begin(self, sequence, trims=True):
+        """Begin a sequence in the pool, for which others may be trimmed. Returns False if there is no room."""
         s, pool = sequence, self.pool
         if self.refused:
             refused, n_free, n_running = self.refused
@@ -254,6 +260,8 @@ class Scheduler:
                 break
             pool.free(s)
             self.n_growing = None
+            if not trims:
+                return False
             if not self.trim():
                 self.refused = s, pool.n_free, len(self.running)
                 return False

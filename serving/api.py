@@ -133,7 +133,9 @@ def unknown_field(name, known):
     if advice is None:
         advice = f"did you mean {alike}?" if (alike := near(name, known, 0.75)) else "leave it out"
         return APIError(400, f"{name[:60]} is not a field here: {advice}", name[:60], 'unknown_field')
-    advice = advice.replace('{length}', next(filter(known.__contains__, LENGTHS), 'max_tokens'))
+    if '{length}' in advice:
+        length = next(filter(known.__contains__, LENGTHS), None)
+        advice = advice.format(length=length) if length else "leave it out"
     return APIError(400, f"{name[:60]}: {advice}", name[:60], 'unsupported_field')
 
 

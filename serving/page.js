@@ -405,6 +405,8 @@ function messagesOf({system, turns}) {
 }
 const conversation = () => messagesOf({system: $('system').value, turns})
 
+const REPEAT = 1000  // from the seed of a turn to that of its repeat: no other turn has it
+
 // Stream the answer of the last turn. more: fields of the body.
 async function answer(turn, seed, more) {
   const body = {seed: Number($('seed').value) + seed, stream_options: {include_usage: true}, ...more}
@@ -418,7 +420,7 @@ async function say(message, i = place ?? turns.length, repeats = 0) {
   const before = {turns, removed, place}, turn = new Turn(i, {message, repeats})
   setTurns([...turns.slice(0, i), turn], i < turns.length ? taken(i) : removed)
   repeats ? edit() : edit(null, draft)
-  if (await answer(turn, i + repeats, {messages: conversation().slice(0, -1)})) return
+  if (await answer(turn, i + REPEAT * repeats, {messages: conversation().slice(0, -1)})) return
   setTurns(before.turns, before.removed)  // the message comes back, and what was written since stays
   keepChat()
   const typed = $('message').value
@@ -427,7 +429,7 @@ async function say(message, i = place ?? turns.length, repeats = 0) {
 
 function goOn(turn) {
   $('message').focus()
-  answer(turn, turns.length - 1 + turn.repeats + turn.answer.n,
+  answer(turn, turns.length - 1 + REPEAT * turn.repeats + turn.answer.n,
          {messages: conversation(), continue_final_message: true, add_generation_prompt: false})
 }
 

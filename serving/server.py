@@ -248,8 +248,8 @@ async def error_answer(request, e):
 async def http_error(request, e):
     """An address that does not exist, or does with another method."""
     path = request.scope['path'][:100]  # request.url reads the Host, which may be none
-    message = (f"this server does not answer {request.method} {path}: GET /openapi.json lists what it answers, "
-               "OpenAI's addresses with /v1")
+    message = (f"this server does not answer {request.method} {path}: GET /openapi.json lists what it answers; "
+               "OpenAI's addresses begin with /v1")
     return JSON(APIError(e.status_code, message).json(), e.status_code, e.headers)
 
 

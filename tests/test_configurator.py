@@ -66,7 +66,7 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
     (['--steps=1.5'], 'steps must be int'),
     (['--loud=1'], 'loud must be bool'), (['--rate=fast'], 'rate must be float'), (['--steps'], '--key=value'),
     (['-steps=3'], '--key=value'), (['-loud'], '--key=value'),
-    (['text.txt'], 'whose name ends in .py: .*--input='), (['nothing.py'], "no config file 'nothing.py'"),
+    (['text.txt'], 'not a config file.*--input='), (['nothing.py'], "no config file 'nothing.py'"),
     (['typo.py'], 'typo.py.*did you mean steps'),
     (['broken.py'], 'broken.py: SyntaxError'), (['dies.py'], 'dies.py: ZeroDivisionError'),
     (['latin.py'], 'latin.py is not UTF-8 text'),
