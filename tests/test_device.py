@@ -175,7 +175,7 @@ torch.set_num_threads(1)  # for a while, as where files are read side by side
 time.sleep(0.2)
 torch.set_num_threads(n)
 results = []
-for rate in (0.0, len(os.sched_getaffinity(0)), 0.0):
+for rate in (0.0, max(0.5, len(os.sched_getaffinity(0)) - 1), 0.0):
     time.sleep(0.4)
     results.append(seconds_of_waiting())
 print(*results)
