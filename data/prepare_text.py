@@ -164,10 +164,10 @@ def write(path, content):
 
 def split(text):
     """
-    The parts of a data set from one text: the first 90 % of its characters to train on, the others to validate.
-    ValueError for a text that is too short.
+    Split a text into the parts of a data set: the first 90 % of its characters for training, the others for
+    validation. ValueError if it is too short.
     """
     n_train = int(len(text) * 0.9)
     if n_train < 2:
-        raise ValueError(f"the text has {len(text)} characters: a model needs a longer one")
+        raise ValueError(f"the text has {len(text)} characters, and a data set needs at least 3: give a longer one")
     return dict(train=[text[:n_train]], val=[text[n_train:]])

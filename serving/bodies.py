@@ -153,7 +153,8 @@ class ResponseFormat(Strict):
     @model_validator(mode='after')
     def with_schema(self):
         if (self.type == 'json_schema') != (self.json_schema is not None):
-            raise ValueError("response_format must have json_schema if its type is json_schema, and only then")
+            raise ValueError(f"response_format has the type {self.type} and {'a' if self.json_schema else 'no'} "
+                             "json_schema: send that field with the type json_schema, and with no other")
         return self
 
 

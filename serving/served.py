@@ -156,7 +156,8 @@ def forms_of(body, served):
         missing = {*body.callable_names} - {tool['function']['name'] for tool in body.tools}
         if missing or not body.tools:
             raise invalid('tool_choice', f"tool_choice asks for {''.join(missing)[:64] or 'a call'}, and tools has "
-                                         f"{'no such tool' if body.tools else 'none'}")
+                                         f"{'no such tool' if body.tools else 'none'}: add it there, or leave "
+                                         "tool_choice out")
         if form is None:
             raise invalid('tool_choice', "tool_choice: the chat template does not show how the model writes calls: "
                                          "leave it out, and read the answer as text")

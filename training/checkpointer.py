@@ -45,8 +45,8 @@ class Checkpointer:
 
     def track(self, model, optimizer, scaler, config, tokenizer_state, began, first_iter):
         """
-        Store what every checkpoint is made from. began: the run's start by time.monotonic, without the pauses.
-        first_iter: its first iteration, before which there is nothing new to save.
+        Store what every checkpoint is made from. began: when the run began, by time.monotonic, as if it had had no
+        pauses. first_iter: the iteration with which this process begins; its state has been saved already.
         """
         self.began, self.first_iter = began, first_iter
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
