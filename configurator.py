@@ -239,8 +239,8 @@ def _read_file(path, defaults):
         advice = f"did you mean {near[0]}?" if near else "name a file that exists, or write a setting as --key=value"
         raise ValueError(f"there is no config file {_short(path)}: {advice}")
     if not path.endswith('.py'):
-        raise ValueError(f"{_short(path)} is not a config file, whose name ends in .py: write settings as "
-                         "--key=value, a text for example as --input=PATH")
+        raise ValueError(f"{_short(path)} is not a config file, because its name does not end in .py: write a setting "
+                         "as --key=value, and the path of a text as --input=PATH")
     assigned, source = Assigned(defaults, __file__=path), read_text(path)
     try:
         exec(compile(source, path, 'exec'), assigned, assigned)

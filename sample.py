@@ -54,8 +54,8 @@ top_p = 1.0           # draw from the fewest tokens that hold this much probabil
 stop = ''             # end a sample where this text comes up; \n, \t and \\ are a newline, a tab and a backslash
 use_cache = True      # keep keys and values instead of computing them again: the same tokens, sooner
 when_full = 'auto'    # of a full context: crop keeps the last block_size tokens (exact, slow), shift half of them, roll
-                      # all keys, of which a window is seen; auto takes roll for models with a window and no learned
-                      # positions, and crop for others
+                      # all keys, of which a window is seen; auto is roll if the model has a window and no learned
+                      # positions, and crop otherwise
 keep = 0              # with shift: keep so many of the last tokens instead of half; with roll: the window
 n_keep = 0            # with shift and roll: and the first so many of the prompt
 kv_cache = 'blocks'   # where keys and values live: blocks (vLLM's), streams or unified (llama.cpp's cells)

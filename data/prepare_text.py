@@ -169,5 +169,5 @@ def split(text):
     """
     n_train = int(len(text) * 0.9)
     if n_train < 2:
-        raise ValueError(f"the text has {len(text)} characters, and a data set needs at least 3: give a longer one")
+        raise ValueError(f"the text has {len(text)} characters, and a data set needs at least 3: give a longer text")
     return dict(train=[text[:n_train]], val=[text[n_train:]])

@@ -25,8 +25,8 @@ from positions import Positions, alibi_slopes, rotary_frequencies
 CALIBRATED = 64       # random tokens whose pass says how much the inputs of a linear matter
 ROWS_AT_ONCE = 2**9   # of a matrix that is packed: the numbers on the way fit the caches
 # Weights of more than CACHED bytes come from memory at each step, and a step can prefetch them PREFETCHED bytes ahead.
-# Prefetching made a step of L with 1 or 4 rows 1.0 to 1.3 times as fast on a Xeon, and 0.86 to 0.95 times as fast on a
-# Zen 4, so timing decides
+# It changed the speed of L with 1 or 4 rows by a factor of 1.0 to 1.3 on a Xeon and of 0.86 to 0.95 on a Zen 4, so
+# `choice` times steps with prefetching and without
 CACHED, PREFETCHED = 2**25, 2**13
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
 KINDS = {'float32': F32, 'bfloat16': I16, 'int8': I8, 'int4': I32}  # the same, as the kernel's code names them

@@ -236,8 +236,9 @@ class Scheduler:
         """
         s, long, page_size = sequence, max(2, self.budget // MOST_LONG), self.pool.page_size
         read = [(r, self.lacks(r)) for r in self.running]
-        if (sum(n >= long for _, n in read) >= MOST_LONG if s.length >= long else
-                sum(n for _, n in read if n < long) >= self.budget):
+        if s.length >= long and sum(n >= long for _, n in read) >= MOST_LONG:
+            return False
+        if s.length < long and sum(n for _, n in read if n < long) >= self.budget:
             return False
         ends = [(r, (r.n_computed // page_size + 1) * page_size) for r, n in read if n > 1]  # of the pages they compute
         return not any(r.salt == s.salt and s.tokens[:end] == r.tokens[:end] for r, end in ends)

@@ -152,9 +152,11 @@ class ResponseFormat(Strict):
 
     @model_validator(mode='after')
     def with_schema(self):
-        if (self.type == 'json_schema') != (self.json_schema is not None):
-            raise ValueError(f"response_format has the type {self.type} and {'a' if self.json_schema else 'no'} "
-                             "json_schema: send that field with the type json_schema, and with no other")
+        if self.type == 'json_schema' and self.json_schema is None:
+            raise ValueError("response_format has the type json_schema, and its field json_schema is missing: add it")
+        if self.type != 'json_schema' and self.json_schema is not None:
+            raise ValueError(f"response_format has a field json_schema, and the type {self.type} takes none: set the "
+                             "type to json_schema, or leave the field out")
         return self
 
 

@@ -332,7 +332,7 @@ let place = null  // the turn that the next message replaces, with those behind 
 let draft = ''    // what stood in the field before a message that is edited
 let removed = NOTHING  // what was last taken away: a chat, or the turns of this one from a place on
 
-class Turn {  // repeats: how often this message was sent again: each time draws with the next seed
+class Turn {  // repeats: how often this message was sent again, each time with another seed
   constructor(i, {message, repeats = 0, found = '', answer = {}}) {
     Object.assign(this, {message, repeats})
     this.answer = new Sample(`Answer ${i + 1}`, () => goOn(this), new Markdown(), $('turns'), answer)
@@ -405,11 +405,12 @@ function messagesOf({system, turns}) {
 }
 const conversation = () => messagesOf({system: $('system').value, turns})
 
-const REPEAT = 1000  // from the seed of a turn to that of its repeat: no other turn has it
+const REPEAT = 1000  // what a repeat adds to the seed of its turn: more than a chat has turns
 
-// Stream the answer of the last turn. more: fields of the body.
-async function answer(turn, seed, more) {
-  const body = {seed: Number($('seed').value) + seed, stream_options: {include_usage: true}, ...more}
+// Stream the answer of the last turn, or more of it. fields: of the body.
+async function answer(turn, fields) {
+  const seed = Number($('seed').value) + turns.length - 1 + REPEAT * turn.repeats + turn.answer.n
+  const body = {seed, stream_options: {include_usage: true}, ...fields}
   keepChat()
   const came = await stream('/v1/chat/completions', body, [turn.answer], usage => turn.show(usage))
   if (came) keepChat()
@@ -420,7 +421,7 @@ async function say(message, i = place ?? turns.length, repeats = 0) {
   const before = {turns, removed, place}, turn = new Turn(i, {message, repeats})
   setTurns([...turns.slice(0, i), turn], i < turns.length ? taken(i) : removed)
   repeats ? edit() : edit(null, draft)
-  if (await answer(turn, i + REPEAT * repeats, {messages: conversation().slice(0, -1)})) return
+  if (await answer(turn, {messages: conversation().slice(0, -1)})) return
   setTurns(before.turns, before.removed)  // the message comes back, and what was written since stays
   keepChat()
   const typed = $('message').value
@@ -429,8 +430,7 @@ async function say(message, i = place ?? turns.length, repeats = 0) {
 
 function goOn(turn) {
   $('message').focus()
-  answer(turn, turns.length - 1 + REPEAT * turn.repeats + turn.answer.n,
-         {messages: conversation(), continue_final_message: true, add_generation_prompt: false})
+  answer(turn, {messages: conversation(), continue_final_message: true, add_generation_prompt: false})
 }
 
 // chats that the browser keeps, each under a key of its own. One is {id, name, system, time, turns: what kept() gave}

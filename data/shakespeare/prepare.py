@@ -21,8 +21,8 @@ tokenizer = ''  # or that of a model: a run's out_dir, a tokenizer.json, or what
 
 def main(config):
     if tokenizer and vocab_size:
-        raise ValueError(f"vocab_size={vocab_size} trains a new tokenizer, and tokenizer={tokenizer} takes one that "
-                         "exists: give one of the two")
+        raise ValueError(f"vocab_size={vocab_size} trains a new tokenizer, and tokenizer={tokenizer} loads an existing "
+                         "one: leave one of the two settings out")
     folder = os.path.dirname(os.path.abspath(__file__))
     text, source = prepare_text.get_text(folder, input)
     parts = prepare_text.split(text)

@@ -88,8 +88,8 @@ INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4, I32: 8}  # of packed weights, by the
 ELEMENTS = {F32: GROUP, I16: GROUP, I8: 2 + GROUP, I32: 2 + GROUP // 8}  # of an output, for GROUP inputs
 # How many panels of a sheet a tile of 1, 2, ... rows multiplies at once, by the type of the weights: so many that the
 # sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. Tiles of 3 and 4 rows of rounded
-# weights are exceptions on x86: they have all panels, and keep some sums in memory. Only tiles of all panels read
-# weights in order, so a step of L takes 0.6 to 0.8 of the time that it takes with 2 panels.
+# weights are exceptions on x86: they multiply all panels, and some of their sums are in memory. A tile of all panels
+# reads the weights in order, so a step of L takes 0.6 to 0.8 of the time that it takes with tiles of 2 panels.
 TILES = {F32: (4, 4, 4, 4, 4, 4), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2), I32: (4, 4, 4, 4, 2)}
 FEW_ROWS = 16  # a step of at most so many rows has only tiles of all panels
 if LANES == 8:
@@ -368,7 +368,7 @@ def round_inputs(builder, x, group, rounded, scales, starts, input_sums):
         builder.store(v, address(builder, array, group, v.type)).align = 4
 
     larger, zero, whole_peak = partial(emit_larger, builder), same(0.0, FLOATS), same(127.0, FLOATS)
-    # sizes are compared as int32: infinity is larger than each number, and NaN is larger than infinity
+    # absolute values are compared by their bits, as int32: infinity is then above all numbers, and NaN above infinity
     sizes = [reduce(larger, [builder.and_(builder.bitcast(v, INTS), same(0x7fffffff, INTS)) for v in of_group])
              for of_group in inputs]
     peaks = builder.bitcast(fold_each(builder, sizes, larger), FLOATS)
