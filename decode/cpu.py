@@ -14,6 +14,7 @@ from decode.choice import StepChoice
 from decode.kernel import layout
 from decode.kernel.building import compile_beside
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
+from decode.kernel.linears import PROMPT_ROWS
 from decode.kernel.sampling import DRAW
 from decode.kernel.step import step, team_for, workers
 from decode.kernel.threads import LINE, aligned, n_cores
@@ -22,7 +23,6 @@ from decode.weights import CACHED, PREFETCHED, WEIGHTS, PackedWeights, check_mod
 from device import torch_on_one_thread
 
 BYTES_A_THREAD = 2**22  # of weights, for which the first guess takes one more thread
-PROMPT_ROWS = 16        # steps of so many rows are not tried with weights that are prefetched
 CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
 
 BESIDE = '''

@@ -107,6 +107,7 @@ CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in 
 # Vectors of a panel that all tiles multiply before the next ones are read: 128 KB of a sheet, which fit a core's second
 # cache.
 PART = 512
+PROMPT_ROWS = 16  # a step of so many rows prefetches the next part, and not so many bytes as `choice` says
 
 # all linears: their panels, a bias for each output row, and the table that says where each linear is, see layout.py
 Linears = namedtuple('Linears', 'panels bias table')
@@ -214,12 +215,16 @@ class Tile:
             builder.store(builder.load(total), place).align = 4
 
     def prefetch(self, i, n):
-        """Prefetch number i of the parts of n elements that lie `ahead`, where something does."""
+        """
+        Prefetch number i of the parts of n elements that lie `ahead`, where something does: into the first cache, or
+        into the second one what several tiles will read.
+        """
+        level = 3 if self.n == SHEET else 2
         if self.first == 0:
             with self.builder.if_then(self.is_ahead):
                 for first in range(0, n, 16 * self.of_vector // LANES):  # a line has 64 bytes
                     at = self.at(self.ahead, I8, (i, n), first)
-                    call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), at, I32(0), I32(3), I32(1))  # read, data
+                    call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), at, I32(0), I32(level), I32(1))  # read, data
 
     def load_vectors(self, i, *behind):
         """
@@ -419,10 +424,15 @@ def tile_sizes(w, n_rows, K):
 def multiply_sheet(linears, w_at, distance, K, x, row, n_rows, sizes, scratch):
     """
     The sums of n_rows rows of x, from `row` on, and the sheet at w_at, into scratch.sums: (n_rows, SHEET, LANES).
-    distance: how many elements ahead of those that it multiplies the first tile prefetches; 0: none.
+
+    distance: how many elements ahead of those that it multiplies the first tile prefetches; 0: none. Tiles of a part of
+    the panels do not read weights in order. With PROMPT_ROWS rows the first of them prefetches the next part: prompts
+    of M and L then took 0.67 to 0.98 of the time in int8 and int4, and 0.77 to 0.89 in float32 with AVX2.
     """
     w, k = linears.panels, 0
     n_tile, _, part = sizes
+    if n_rows >= PROMPT_ROWS and n_tile > most_rows(w)[0]:
+        distance = sheet_elements(w, part)
     while k < K:
         n, at, r = min(part, K - k), w_at + sheet_elements(w, k), 0
         while r < n_rows:
