@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from chat.tools import MOST_CALLS, Call, Reader
 from serving.api import APIError
+from serving.constraints import DeadEnd
 from serving.request import chunk_interval
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
@@ -182,6 +183,16 @@ class ChatChoice(Choice):
         return {'token': name_of_token(data), 'logprob': max(logprob, LEAST_LOGPROB), 'bytes': list(data)}
 
 
+def error_of(output):
+    """The APIError of a sample that ended with 'abort' or 'error'."""
+    e = output.error
+    if output.finish_reason == 'abort':
+        return APIError(503, "the server is stopping, and this request was not finished: send it again later")
+    if isinstance(e, DeadEnd):
+        return APIError(400, str(e), code='invalid_value')
+    return APIError(500, f"the engine failed: {type(e).__name__}: {e}")
+
+
 class Completion:
     """The answer to a `CompletionBody` that was made into these requests. id: of the answer."""
     choice, kind, kind_of_chunk = TextChoice, 'text_completion', 'text_completion'
@@ -204,10 +215,7 @@ class Completion:
             if output.finish_reason not in ('abort', 'error'):
                 choices[output.index].add(output)
             elif not self.done:
-                self.error = APIError(500, f"the engine failed: {output.error}")
-                if output.finish_reason == 'abort':
-                    self.error = APIError(503, "the server is stopping, and this request was not finished: send it "
-                                               "again later")
+                self.error = error_of(output)
 
     @property
     def done(self):

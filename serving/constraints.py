@@ -42,13 +42,17 @@ class Vocabulary:
         raise NotImplementedError
 
 
+class DeadEnd(ValueError):
+    """The text of a sample cannot go on in its form."""
+
+
 class Constraint:
     """
     Which tokens of a sample may come next. beginning: llguidance's matcher after no token. ends: the tokens that end
     the sample, allowed where the text may end.
 
     allowed: a bitmap, see `decode.draw.DrawSettings`, after so many drawn tokens of the sample: n_taken, or None where
-    it is not written yet. is_complete: may nothing follow? error: a ValueError, where that is because the library gave
+    it is not written yet. is_complete: may nothing follow? error: a `DeadEnd`, where that is because the library gave
     up, or the vocabulary lacks what would have to follow.
     """
 
@@ -84,7 +88,9 @@ class Constraint:
             may_end = (c.allowed & vocabulary.end_bit).any()
             c.allowed &= ~vocabulary.end_bit
             if c.matcher.is_error():
-                c.error = ValueError(f"the text cannot go on in its form: {line_of(c.matcher.get_error())}")
+                why = line_of(c.matcher.get_error()).replace(
+                    'NoExtensionBias', "no token of this model's vocabulary has the characters that must follow")
+                c.error = DeadEnd(f"the text cannot go on in its form: {why}")
             c.is_complete = bool(c.error) or not c.allowed.any()
             if may_end:
                 c.allowed |= c.ends

@@ -150,7 +150,7 @@ class EngineThread:
                             self.wait()
                     except Exception as e:  # of the engine itself: nothing is known of what it was at
                         traceback.print_exc(file=sys.stderr)
-                        self.end_all('error', f"the engine failed: {e}")
+                        self.end_all('error', e)
         finally:
             with self.condition:
                 self.dead, self.draining, self.stopping = not self.stopping, True, True
@@ -184,7 +184,7 @@ class EngineThread:
                 try:
                     operation(live, *more)
                 except Exception as e:  # of this request alone
-                    self.end(live, 'error', f"{type(e).__name__}: {e}")
+                    self.end(live, 'error', e)
 
     def begin(self, live):
         """Begin the sequences of a request."""
@@ -220,7 +220,7 @@ class EngineThread:
                 if live.outputs:  # of samples that may have ended
                     self.deliver(live)
                 if live.going:
-                    self.end(live, 'error', f"{type(e).__name__}: {e}")
+                    self.end(live, 'error', e)
                 continue
             if output:
                 live.outputs.append(output)

@@ -90,7 +90,7 @@ class Output(NamedTuple):
     prompt_logprobs: in the first output of a request that asked: None for the first token of the prompt, which nothing
     predicts, and a `Logprobs` for each other one. n_cached: in the first output: how many tokens of the prompt were
     found in remembered blocks.
-    error: with 'error', what happened.
+    error: with 'error', the exception.
     """
     index: int
     token_ids: list
@@ -99,7 +99,7 @@ class Output(NamedTuple):
     finish_reason: str | None = None
     prompt_logprobs: list | None = None
     n_cached: int | None = None
-    error: str | None = None
+    error: Exception | None = None
 
 
 def chunk_interval(n_streams):

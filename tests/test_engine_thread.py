@@ -131,7 +131,7 @@ def test_a_defect_of_the_engine_ends_its_requests_and_not_the_thread(served, mon
         patch.setattr(thread.engine, 'end', lambda *args: 1 / 0)
         executor.go_on()
         for client in clients:
-            assert ended(client).reasons == ['error'] and 'the engine failed' in client.error
+            assert ended(client).reasons == ['error'] and type(client.error) is ZeroDivisionError
     assert ended(ask(thread, 'c')).reasons == ['length']
 
 
@@ -141,7 +141,7 @@ def test_what_a_request_raises_ends_it_alone(served):
     executor.wait()
     wrong = submit(thread, 'b', [1], 4, n=2, stop=(5,))  # whatever no check has found
     executor.go_on()
-    assert ended(wrong).reasons == ['error'] * 2 and 'Error' in wrong.error
+    assert ended(wrong).reasons == ['error'] * 2 and isinstance(wrong.error, Exception)
     assert ended(other).reasons == ['length'] and ended(ask(thread, 'b')).reasons == ['length']
 
 
@@ -153,7 +153,7 @@ def test_what_a_text_raises_ends_its_request_alone():
     got, other = submit(thread, 'a', [3, 1], 4, n=3), submit(thread, 'b', [3, 1], 1)
     run(thread)
     assert [*map(len, got.tokens)] == [4, 4, 0] and got.n_calls == 2
-    assert got.reasons == ['length', 'length', 'error'] and 'ZeroDivisionError' in got.error
+    assert got.reasons == ['length', 'length', 'error'] and type(got.error) is ZeroDivisionError
     assert other.reasons == ['length']
 
 

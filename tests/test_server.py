@@ -577,6 +577,17 @@ def test_a_form_that_compiles_slowly_holds_up_no_stream(monkeypatch):
         assert 'of a test' in refused(slow.result(), 400)['message'] and went_on == [True]
 
 
+@pytest.mark.parametrize('stream', [False, True])
+def test_a_form_that_this_vocabulary_cannot_write_is_the_requests_error(stream):
+    pytest.importorskip('llguidance', reason="not installed: pip install llguidance")
+    with serving(spelling_engine()) as client:
+        body = dict(prompt='a', max_tokens=9, stream=stream, structured_outputs=dict(regex='b\u7121'))
+        response = client.post('/v1/completions', json=body)
+        last = [line for line in response.text.splitlines() if 'error' in line][-1].removeprefix('data: ')
+        error = json.loads(last)['error'] if stream else refused(response, 400)
+        assert 'cannot go on in its form: no token' in error['message'] and error['type'] == 'invalid_request_error'
+
+
 @pytest.mark.parametrize('bound, value', [('PATIENCE', .05), ('MOST_WAITING', 1)])
 def test_few_wait_for_a_thread_and_nobody_for_long(monkeypatch, bound, value):
     monkeypatch.setattr(f'serving.server.{bound}', value)
