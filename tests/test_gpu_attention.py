@@ -5,6 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from conftest import sizes
 from on_triton import DEVICE, QUIET, small_tiles  # noqa: F401 (a fixture)
 
 from decode.gpu import attention, slots
@@ -47,8 +48,8 @@ def attended(rows, block_size=100, n_slots=3000, dtype=torch.float32, far=0, apa
 
 
 @pytest.mark.usefixtures('small_tiles')
-@pytest.mark.parametrize('name, dtype', [('learned', torch.float32), ('alibi_sinks', torch.bfloat16),
-                                         ('grouped', torch.float16), ('window', torch.float32)])
+@pytest.mark.parametrize('name, dtype', [('alibi_sinks', torch.bfloat16), ('grouped', torch.float16),
+                                         *sizes([], [('learned', torch.float32), ('window', torch.float32)])])
 def test_bits_of_a_row_are_its_own(name, dtype, monkeypatch):
     """Alone and in a batch, in a longer context, by any number of programs, and beyond 2^33 positions in a window."""
     rows, how = [(0, 31), (1, 99), (-1, 7), (2, 98), (3, 60), (4, 0)], SHAPES[name] | dict(dtype=dtype)

@@ -52,7 +52,7 @@ CASES += [('llama', 'pages', 'bfloat16', kv, 64) for kv in ('bfloat16', 'int8') 
 def test_logits_and_their_bits_in_any_batches(kind, layout, dtype, kv, head_dim):
     """Named: a neighbour's prefill (vLLM#51902); a prefix as long as a page (SGLang#22819)."""
     m, executor = on(kind, dtype, head_dim=head_dim)
-    some = texts(2, sizes(6, 40))
+    some = texts(2, sizes(4, 40))
     same, expected = alone(executor, some, kv), judged(copy.deepcopy(m).cpu(), some)
 
     def check(i, first, logits):

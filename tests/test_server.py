@@ -735,7 +735,7 @@ def test_the_description_is_true():
                 if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
                     continue
 
-                n = 20 if mode is schemathesis.GenerationMode.POSITIVE else 7  # each body must be taken at least once
+                n = 12 if mode is schemathesis.GenerationMode.POSITIVE else 7  # each body must be taken at least once
 
                 @settings(max_examples=sizes(n, 200) if operation.body else 2,
                           suppress_health_check=list(HealthCheck))
