@@ -87,7 +87,7 @@ def assert_same_state(a, b):
 
 
 @pytest.mark.parametrize('settings', [
-    (), ('--position=rope', '--window=6', '--n_sink=2', '--n_kv_head=1'),
+    ('--position=rope', '--window=6', '--n_sink=2', '--n_kv_head=1'), *sizes([], [()]),
     ('--optimizer=muon', '--muon_lr=1e-3', '--lr_schedule=wsd', '--mlp=swiglu'), ('--parallel=fsdp',),
     *sizes([], [('--parallel=fsdp', *more) for more in (
         ('--position=rope', '--window=6', '--n_sink=2', '--n_kv_head=1', '--norm=rms', '--mlp=swiglu'),
