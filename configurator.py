@@ -240,7 +240,7 @@ def _read_file(path, defaults):
         raise ValueError(f"there is no config file {_short(path)}: {advice}")
     if not path.endswith('.py'):
         raise ValueError(f"{_short(path)} is not a config file, because its name does not end in .py: write a setting "
-                         "as --key=value, and the path of a text as --input=PATH")
+                         "as --key=value (a prepare.py takes the path of a text as --input=PATH)")
     assigned, source = Assigned(defaults, __file__=path), read_text(path)
     try:
         exec(compile(source, path, 'exec'), assigned, assigned)

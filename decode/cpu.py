@@ -14,7 +14,7 @@ from decode.choice import StepChoice
 from decode.kernel import layout
 from decode.kernel.building import compile_beside
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
-from decode.kernel.linears import PROMPT_ROWS
+from decode.kernel.linears import PREFETCHING_ROWS
 from decode.kernel.sampling import DRAW
 from decode.kernel.step import step, team_for, workers
 from decode.kernel.threads import LINE, aligned, n_cores
@@ -257,7 +257,7 @@ class CPUExecutor:
             n_bytes = self.packed.panels.nbytes * (1 + n_rows / 8)
             guess = self.n_threads if self.fixed else min(self.n_threads, 1 + int(n_bytes / BYTES_A_THREAD))
             others = {self.n_threads, *(2**i for i in range(self.n_threads.bit_length() * (not self.fixed)))} - {guess}
-            is_prefetched = self.packed.panels.nbytes > CACHED and n_rows < PROMPT_ROWS
+            is_prefetched = self.packed.panels.nbytes > CACHED and n_rows < PREFETCHING_ROWS
             choices[key] = StepChoice([(guess, 0), *[(self.n_threads, PREFETCHED)] * is_prefetched,
                                        *((n, 0) for n in sorted(others, reverse=True))])
         return choices[key]

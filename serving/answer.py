@@ -12,7 +12,7 @@ import orjson
 from starlette.responses import Response
 
 from chat.tools import MOST_CALLS, Call, Reader
-from serving.api import APIError
+from serving.api import APIError, invalid
 from serving.constraints import DeadEnd
 from serving.request import chunk_interval
 
@@ -189,7 +189,7 @@ def error_of(output):
     if output.finish_reason == 'abort':
         return APIError(503, "the server is stopping, and this request was not finished: send it again later")
     if isinstance(e, DeadEnd):
-        return APIError(400, str(e), code='invalid_value')
+        return invalid(None, str(e))
     return APIError(500, f"the engine failed: {type(e).__name__}: {e}")
 
 

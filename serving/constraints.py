@@ -52,8 +52,9 @@ class Constraint:
     the sample, allowed where the text may end.
 
     allowed: a bitmap, see `decode.draw.DrawSettings`, after so many drawn tokens of the sample: n_taken, or None where
-    it is not written yet. is_complete: may nothing follow? error: a `DeadEnd`, where that is because the library gave
-    up, or the vocabulary lacks what would have to follow.
+    it is not written yet. is_complete: may nothing follow? error: where that is because the vocabulary
+    lacks what would have to follow, or the form is too much for the library, a `DeadEnd`; or because a token came that
+    was not allowed.
     """
 
     def __init__(self, vocabulary, beginning, ends=()):
@@ -88,9 +89,7 @@ class Constraint:
             may_end = (c.allowed & vocabulary.end_bit).any()
             c.allowed &= ~vocabulary.end_bit
             if c.matcher.is_error():
-                why = line_of(c.matcher.get_error()).replace(
-                    'NoExtensionBias', "no token of this model's vocabulary has the characters that must follow")
-                c.error = DeadEnd(f"the text cannot go on in its form: {why}")
+                c.error = error_of(line_of(c.matcher.get_error()))
             c.is_complete = bool(c.error) or not c.allowed.any()
             if may_end:
                 c.allowed |= c.ends
@@ -120,6 +119,14 @@ def compiled(kind, text, vocabulary):
     if (first := constraint.for_sample(())).is_complete:
         raise first.error or ValueError("no text but the empty one has this form")
     return constraint
+
+
+def error_of(said):
+    """The exception for what the library says of a text that cannot go on."""
+    if 'NoExtension' in said:
+        return DeadEnd("the text cannot go on in its form: no token of this model's vocabulary has the characters that "
+                       "must follow")
+    return (DeadEnd if 'TooComplex' in said else RuntimeError)(f"the text cannot go on in its form: {said}")
 
 
 def line_of(message):

@@ -405,7 +405,7 @@ function messagesOf({system, turns}) {
 }
 const conversation = () => messagesOf({system: $('system').value, turns})
 
-const REPEAT = 1000  // what a repeat adds to the seed of its turn: more than a chat has turns
+const REPEAT = 1000  // what a repeat adds to the seed of its turn: few chats have so many turns
 
 // Stream the answer of the last turn, or more of it. fields: of the body.
 async function answer(turn, fields) {

@@ -198,7 +198,8 @@ class Response(ChatCompletion):
         return {
             'id': self.id, 'object': 'response', 'created_at': self.head['created'], 'model': self.head['model'],
             'status': status, 'output': self.items, 'usage': usage,
-            'error': {'code': 'server_error', 'message': str(self.error)} if self.error else None,
+            'error': {'code': 'invalid_prompt' if self.error.status == 400 else 'server_error',
+                      'message': str(self.error)} if self.error else None,
             'incomplete_details': {'reason': 'max_output_tokens'} if status == 'incomplete' else None,
             'instructions': body.instructions or None, 'max_output_tokens': body.max_tokens,
             'temperature': body.temperature, 'top_p': body.top_p, 'top_logprobs': body.top_logprobs,

@@ -11,6 +11,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from test_tools import CALLS, TOOLS, USER, saying, written  # noqa: F401
 
+from serving.constraints import DeadEnd
+
 FLAT = [dict(type='function', **tool['function']) for tool in TOOLS]
 EVENT = TypeAdapter(ResponseStreamEvent)
 
@@ -113,17 +115,20 @@ def test_a_format_is_that_of_the_text(saying):  # noqa: F811
         assert response.status_code == said and (said == 400) == ('"text.format.schema' in response.text)
 
 
-def test_what_fails_in_a_stream_is_an_event(saying):  # noqa: F811
+@pytest.mark.parametrize('error, status, code', [(FloatingPointError, 500, 'server_error'),
+                                                 (DeadEnd, 400, 'invalid_prompt')])
+def test_what_fails_in_a_stream_is_an_event(saying, error, status, code):  # noqa: F811
     client, says = saying('qwen')
     says(TEXT)
     executor = client.service.thread.engine.executor
     try:
         def fail(batch):
-            raise FloatingPointError('of a test')
+            raise error('of a test')
         executor.execute_model = fail
         found = events_of(client)
-        assert found[-1]['type'] == 'response.failed' and 'of a test' in found[-1]['response']['error']['message']
-        assert client.post('/v1/responses', json=dict(input='Hi')).status_code == 500
+        assert found[-1]['type'] == 'response.failed' and found[-1]['response']['error']['code'] == code
+        assert 'of a test' in found[-1]['response']['error']['message']
+        assert client.post('/v1/responses', json=dict(input='Hi')).status_code == status
     finally:
         del executor.execute_model
     post(client)

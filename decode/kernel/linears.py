@@ -107,7 +107,10 @@ CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in 
 # Vectors of a panel that all tiles multiply before the next ones are read: 128 KB of a sheet, which fit a core's second
 # cache.
 PART = 512
-PROMPT_ROWS = 16  # a step of so many rows prefetches the next part, and not so many bytes as `choice` says
+# From so many rows on, tiles of some of the panels prefetch the next part of a sheet, or of the next sheet. Prompts of
+# M and L took 0.85 to 0.99 of the time in int8 and int4, and 0.77 to 0.89 in float32 and bfloat16 with AVX2
+PREFETCHING_ROWS = 16
+NEXT_PART = -1  # a distance
 
 # all linears: their panels, a bias for each output row, and the table that says where each linear is, see layout.py
 Linears = namedtuple('Linears', 'panels bias table')
@@ -216,8 +219,8 @@ class Tile:
 
     def prefetch(self, i, n):
         """
-        Prefetch number i of the parts of n elements that lie `ahead`, where something does: into the first cache, or
-        into the second one what several tiles will read.
+        Prefetch number i of the parts of n elements that lie `ahead`, where something does: into the first cache, or by
+        a tile of some of the panels, for which several passes read them, into the second one.
         """
         level = 3 if self.n == SHEET else 2
         if self.first == 0:
@@ -421,24 +424,24 @@ def tile_sizes(w, n_rows, K):
 
 
 @njit(forceinline=True)
-def multiply_sheet(linears, w_at, distance, K, x, row, n_rows, sizes, scratch):
+def multiply_sheet(linears, w_at, distance, then_at, K, x, row, n_rows, sizes, scratch):
     """
     The sums of n_rows rows of x, from `row` on, and the sheet at w_at, into scratch.sums: (n_rows, SHEET, LANES).
 
-    distance: how many elements ahead of those that it multiplies the first tile prefetches; 0: none. Tiles of a part of
-    the panels do not read weights in order. With PROMPT_ROWS rows the first of them prefetches the next part: prompts
-    of M and L then took 0.67 to 0.98 of the time in int8 and int4, and 0.77 to 0.89 in float32 with AVX2.
+    While weights are multiplied for the first time, those that lie so many elements ahead are prefetched; distance 0:
+    none. With NEXT_PART it is the part that is read next, which is at then_at after the last one.
     """
     w, k = linears.panels, 0
     n_tile, _, part = sizes
-    if n_rows >= PROMPT_ROWS and n_tile > most_rows(w)[0]:
-        distance = sheet_elements(w, part)
     while k < K:
         n, at, r = min(part, K - k), w_at + sheet_elements(w, k), 0
+        ahead = at + distance
+        if distance == NEXT_PART:
+            ahead = at + sheet_elements(w, n) if k + n < K else then_at
         while r < n_rows:
-            ahead, x_at = at + distance if r == 0 else at, (row + r) * K + k
-            multiply_tile(w, at, ahead, x, scratch.rounded, scratch.scales, scratch.starts, scratch.input_sums, x_at,
-                          K, min(n_tile, n_rows - r), n, k > 0, scratch.sums, r * SHEET * LANES)
+            multiply_tile(w, at, ahead if r == 0 else at, x, scratch.rounded, scratch.scales, scratch.starts,
+                          scratch.input_sums, (row + r) * K + k, K, min(n_tile, n_rows - r), n, k > 0, scratch.sums,
+                          r * SHEET * LANES)
             r += n_tile
         k += part
 
@@ -456,12 +459,16 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
     table, at = linears.table, number * layout.N_COLUMNS
     first_weight, first_panel, K = (
         table[at + layout.FIRST_WEIGHT], table[at + layout.FIRST_PANEL], table[at + layout.N_INPUTS])
-    sizes = tile_sizes(linears.panels, n_rows, K)
+    sizes, distance = tile_sizes(linears.panels, n_rows, K), table[at + layout.PREFETCH_DISTANCE]
+    # tiles of some of the panels do not read weights in order, so the processor prefetches few of them
+    if n_rows >= PREFETCHING_ROWS and sizes[0] > most_rows(linears.panels)[0]:
+        distance = NEXT_PART
     for sheet in range(panels[0] // SHEET * SHEET, panels[1], SHEET):
         for row in range(0, n_rows, sizes[1]):
             n = min(n_rows - row, sizes[1])
             w_at = first_weight + sheet // SHEET * sheet_elements(linears.panels, K)
-            multiply_sheet(linears, w_at, table[at + layout.PREFETCH_DISTANCE], K, x, row, n, sizes, scratch)
+            then_at = w_at if row + n < n_rows else w_at + sheet_elements(linears.panels, K)
+            multiply_sheet(linears, w_at, distance, then_at, K, x, row, n, sizes, scratch)
             for p in range(max(sheet, panels[0]), min(sheet + SHEET, panels[1])):
                 bias = load(linears.bias, (first_panel + p) * LANES)
                 for i in range(n):
