@@ -52,9 +52,9 @@ class Constraint:
     the sample, allowed where the text may end.
 
     allowed: a bitmap, see `decode.draw.DrawSettings`, after so many drawn tokens of the sample: n_taken, or None where
-    it is not written yet. is_complete: may nothing follow? error: where that is because the vocabulary
-    lacks what would have to follow, or the form is too much for the library, a `DeadEnd`; or because a token came that
-    was not allowed.
+    it is not written yet. is_complete: may nothing follow? error: None, or why the text cannot go on: a `DeadEnd` where
+    the vocabulary lacks what must follow, or the form is too much for the library; a RuntimeError where a token came
+    that was not allowed.
     """
 
     def __init__(self, vocabulary, beginning, ends=()):

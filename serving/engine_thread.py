@@ -38,6 +38,12 @@ class Live:
         self.request, self.sequences, self.going, self.begun = request, [], {*range(request.n)}, False
         self.prompt_logprobs, self.outputs, self.time, self.delivered = [], [], time.monotonic(), float('-inf')
 
+    @property
+    def has_prompt(self):
+        """Are there the log probabilities of the whole prompt, if they are wanted? The first output has them."""
+        r = self.request
+        return self.begun or not r.prompt_logprobs or len(self.prompt_logprobs) >= len(r.prompt) - 1
+
 
 class Sample:
     """The owner of a sequence: sample number `index` of a `Live`. stream: a `TextStream`."""
@@ -226,7 +232,7 @@ class EngineThread:
                 live.outputs.append(output)
                 self.undelivered[live] = None
         for live in list(self.undelivered):
-            if live.outputs and (not live.going or now >= live.delivered + interval):
+            if live.outputs and (not live.going or live.has_prompt and now >= live.delivered + interval):
                 self.deliver(live)
             if not live.outputs:
                 del self.undelivered[live]
