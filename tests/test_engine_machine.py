@@ -272,3 +272,15 @@ class EngineMachine(RuleBasedStateMachine):
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=sizes(40, 1000), stateful_step_count=sizes(40, 100), deadline=None,
                                report_multiple_bugs=False)
+
+
+def test_after_a_failure_the_first_output_has_the_whole_prompt():
+    """Samples are tried alone then, and another one ended before the prompt of the first was computed again."""
+    machine = EngineMachine()
+    machine.begin(n_pages=5, page_size=1, budget=7, how={}, cells=None)
+    machine.fail_once(error=MemoryError, soon=0)
+    for prompt, n, how in ([1], 7, {}), ([0], 1, {}), ([1, 2, 0, 0, 0], 2, dict(prompt_logprobs=True)):
+        machine.submit(bad=False, breaks_after=0, how=how, max_tokens=1 + (n == 7), n=n, prompt=prompt,
+                       salt='', seed=int(n == 7), stop=())
+    machine.step(times=5)
+    machine.teardown()
