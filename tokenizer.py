@@ -20,6 +20,7 @@ from chat.template import ChatTemplate
 GPT2 = {'kind': 'gpt2'}
 END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
 ROLES = 'bos_token', 'eos_token', 'unk_token', 'pad_token'
+PAIRS = 'vocab.json', 'merges.txt'
 FIELDS = dict(chars=str, json=str, end_tokens=list, special_tokens=dict, chat_template=str, file_ids=dict,
               added_tokens=list)
 
@@ -309,7 +310,8 @@ def from_state(state):
 def state_of_dataset(folder):
     """
     The state of the tokenizer of a data folder, or of a model's folder in Hugging Face format: the one that its meta
-    file names; otherwise its tokenizer.json; otherwise GPT-2's, where the folder does not say that it is another.
+    file names; otherwise its tokenizer.json, or for a model of the kind gpt2 its vocab.json and merges.txt; otherwise
+    GPT-2's, where the folder does not say that it is another.
     """
     meta, path = read_meta(folder), os.path.join(folder, 'tokenizer.json')
     if 'kind' in meta:
@@ -319,6 +321,8 @@ def state_of_dataset(folder):
     if 'vocab_size' in meta:
         return {'kind': 'unknown'}
     family = read_downloaded(os.path.join(folder, 'config.json')).get('model_type', 'gpt2')
+    if family == 'gpt2' and all(os.path.exists(os.path.join(folder, name)) for name in PAIRS):
+        return {'kind': 'json', 'json': json_of_pairs(folder)} | state_beside(folder)
     return GPT2 if family == 'gpt2' else {'kind': 'unknown'}
 
 
@@ -346,10 +350,7 @@ def state_beside(folder):
     if isinstance(template, list):  # several by name
         template = {each.get('name'): each.get('template') for each in template if isinstance(each, dict)}
     if isinstance(template, dict):
-        tool_use, template = template.get('tool_use'), template.get('default')
-        if isinstance(tool_use, str) and isinstance(template, str):  # Jinja drops the line break after a block
-            tool_use, template = tool_use.removesuffix('\n'), template.removesuffix('\n')
-            template = f'{{% if tools %}}\n{tool_use}{{% else %}}\n{template}{{% endif %}}'
+        template = template_of(template.get('default'), template.get('tool_use'))
     if isinstance(template, str):
         state['chat_template'] = template
     elif template is not None:
@@ -363,6 +364,27 @@ def state_beside(folder):
                                  f"{ends!r:.50}")
             state['end_tokens'] = list(dict.fromkeys(state.get('end_tokens', []) + several))
     return state
+
+
+def template_of(default, tool_use):
+    """One chat template of two by name, of which the second one, if there is one, is for conversations with tools."""
+    if not isinstance(tool_use, str) or not isinstance(default, str):
+        return default
+    default, tool_use = default.removesuffix('\n'), tool_use.removesuffix('\n')  # Jinja drops what ends a block's line
+    return f'{{% if tools %}}\n{tool_use}{{% else %}}\n{default}{{% endif %}}'
+
+
+def json_of_pairs(folder):
+    """The tokenizer.json of byte pairs in two files, as GPT-2's were. ValueError if these are damaged."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.models import BPE
+    try:
+        vocab, merges = BPE.read_file(*[os.path.join(folder, name) for name in PAIRS])
+        library = ByteLevelBPETokenizer(vocab, merges)
+    except Exception as e:  # the library raises nothing more special
+        raise ValueError(f"{' and '.join(PAIRS)} in {folder} cannot be read ({e}): is the download complete?") from e
+    library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab))
+    return library.to_str()
 
 
 def read_meta(folder):

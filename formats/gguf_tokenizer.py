@@ -6,10 +6,14 @@ Sources: src/llama-vocab.cpp in https://github.com/ggml-org/llama.cpp, and gener
 import json
 
 from formats.families import expect
-from tokenizer import ROLES
+from tokenizer import ROLES, template_of
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 IDS = 'bos_token_id', 'eos_token_id', 'unknown_token_id', 'padding_token_id'  # of ROLES
+ENDS = 'eos_token_id', 'eot_token_id', 'eom_token_id'
+# special tokens that end a text, whatever a file says, as in llama.cpp
+END_TEXTS = {'<|endoftext|>', '<|end_of_text|>', '<|eot_id|>', '<|eom_id|>', '<|im_end|>', '<|end|>', '<end_of_turn>',
+             '<EOT>', '</s>'}
 LONGEST = 2**10  # characters of a token
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LATER_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -54,12 +58,14 @@ def gguf_tokenizer(fields):
     adds_bos = given.get('add_bos_token', kind == 'llama' or given.get('pre') in LLAMA3)
     around = [ids.get('bos_token') if adds_bos else None, ids.get('eos_token') if given.get('add_eos_token') else None]
     content['post_processor'] = template(around, tokens) if around != [None, None] else None
-    ends = [i for i in (given.get('eos_token_id'), given.get('eot_token_id')) if i in range(len(tokens))]
+    ends = [given[key] for key in ENDS if given.get(key) in range(len(tokens))]
+    ends += [i for text, i in vocab.items() if text in END_TEXTS and types[i] == CONTROL]
     state = dict(kind='json', json=json.dumps(content), end_tokens=[*dict.fromkeys(ends)],
                  special_tokens={role: tokens[i] for role, i in ids.items()},
                  file_ids={'config.json': {f'{role}_id': i for role, i in ids.items()}})
-    if isinstance(fields.get('tokenizer.chat_template'), str):
-        state['chat_template'] = fields['tokenizer.chat_template']
+    by_name = [fields.get('tokenizer.chat_template' + name) for name in ('', '.tool_use')]
+    if isinstance(by_name[0], str):
+        state['chat_template'] = template_of(*by_name)
     return state
 
 

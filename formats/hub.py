@@ -5,7 +5,8 @@ from functools import lru_cache
 
 GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
 NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*', re.ASCII)
-READ = dict(allow_patterns=['*.safetensors', '*.json', '*.jinja'], ignore_patterns=['*/*', 'consolidated*'])
+READ = dict(allow_patterns=['*.safetensors', '*.json', '*.jinja', 'merges.txt'],
+            ignore_patterns=['*/*', 'consolidated*'])
 ADVICE = {  # {name of an error's class, or of one of its bases: what to do}
     'GatedRepoError': "accept its terms on its page at https://huggingface.co, then run `hf auth login`",
     'RevisionNotFoundError': "it has no such revision: leave what is after @ out, or take another one",

@@ -314,6 +314,24 @@ def test_what_else_a_file_says_of_its_tokenizer(tmp_path):
     assert torch.equal(back.lm_head.weight, model.lm_head.weight)
 
 
+def test_texts_end_at_what_llama_cpp_ends_them_and_tools_have_a_template(tmp_path):
+    """Special tokens of known names end a text, whatever else the file says."""
+    names, path = ['<|im_start|>', '<|endoftext|>', '<|im_end|>', '<|eom_id|>', '<call>'], tmp_path / 'model.gguf'
+    ours = write_with_tokenizer(path, json_tokenizer(TEXT, 300, names), {
+        'tokenizer.ggml.pre': 'gpt-2', 'tokenizer.ggml.eos_token_id': 2, 'tokenizer.ggml.eot_token_id': None,
+        'tokenizer.ggml.eom_token_id': 4, 'tokenizer.chat_template': 'plain\n',
+        'tokenizer.chat_template.tool_use': '{{ tools | tojson }}\n'})
+    assert ours.end_tokens == (2, 4, 1, 3) and ours.chat_template.render([]) == 'plain'
+    assert ours.chat_template.render([], tools=['x']) == '["x"]'
+    ours = write_with_tokenizer(path, json_tokenizer(TEXT, 300, names), {
+        'tokenizer.ggml.pre': 'gpt-2', 'tokenizer.ggml.eos_token_id': 2, 'tokenizer.ggml.eot_token_id': None})
+    library = pytest.importorskip('llama_cpp', reason="llama-cpp-python is not installed")
+    theirs = llama(path)
+    vocab = library.llama_model_get_vocab(theirs.model)
+    ends = {i for i in range(ours.vocab_size) if library.llama_vocab_is_eog(vocab, i)}
+    assert ends == {*ours.end_tokens} == {1, 2, 3}
+
+
 # the scripts
 
 def test_the_scripts_take_a_file(small, repo):
