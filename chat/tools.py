@@ -14,7 +14,7 @@ from typing import NamedTuple
 MOST_CALLS = 128   # of one answer
 MOST_FORCED = 4    # of one that has to call: a small model may go on until it is cut off
 PLAIN = {'type', 'properties', 'required', 'title', 'description', '$defs', '$schema'}  # of a schema
-DECODER = json.JSONDecoder()
+DECODER = json.JSONDecoder(strict=False)  # models write line breaks in texts
 # for llguidance: arguments have the blanks that templates show, and no others
 SPACING = dict(whitespace_pattern=None, whitespace_flexible=False, item_separator=', ', key_separator=': ')
 
@@ -47,11 +47,24 @@ def form_of(source):
 
 def shows_tools(template):
     """Does a `ChatTemplate` describe tools to the model?"""
-    tool = dict(type='function', function=dict(name='Kx7q', description='', parameters=dict(type='object')))
+    return 'Kx7q' in rendered(template)
+
+
+def takes_several_calls(template):
+    """Does a `ChatTemplate` take an answer with two calls? Those of Llama 3 take one, and raise an error at two."""
+    call = dict(id='call_000000001', type='function', function=dict(name='Kx7q', arguments={}))
+    one, two = (rendered(template, dict(role='assistant', tool_calls=[call] * n)) for n in (1, 2))
+    return bool(two or not one)
+
+
+def rendered(template, *messages):
+    """The text of a conversation with a tool named Kx7q, which these messages end; '' where the template fails."""
+    function = dict(name='Kx7q', description='', parameters=dict(type='object', properties={}))
     try:
-        return 'Kx7q' in template.render([dict(role='user', content='?')], tools=[tool])
+        return template.render([dict(role='user', content='?'), *messages],
+                               tools=[dict(type='function', function=function)])
     except ValueError:
-        return False
+        return ''
 
 
 def grammar(form, tools, several, rule, answer=None):
@@ -62,10 +75,10 @@ def grammar(form, tools, several, rule, answer=None):
     rules = []
     for i, tool in enumerate(tools):
         f = tool['function']
-        schema = f.get('parameters') or {'type': 'object', 'properties': {}}  # none: it has no arguments
+        schema = f['parameters']
         if 'properties' in schema and schema.keys() <= PLAIN:  # a function fails with arguments that it does not have
             schema = schema | {'additionalProperties': False}
-        begin = f'{{"name": {json.dumps(f["name"])}, "{form.arguments}": '
+        begin = f'{{"name": {json.dumps(f["name"], ensure_ascii=False)}, "{form.arguments}": '
         rules.append(f'call_{i}: {json.dumps(begin)} {rule(schema | {"x-guidance": SPACING})} "}}"')
     call = f'({" | ".join(f"call_{i}" for i in range(len(tools)))})'
     first, between, last = ('[\n', ',\n', '\n]') if form.listed else ('\n', f'\n{form.closes}\n{form.opens}\n', '\n')
@@ -135,7 +148,8 @@ class Reader:
                 values += value if type(value) is list else [value]
                 text = text[end:]
             for value in values:
-                given = value.get('arguments', value.get('parameters', {}))  # some mix the two
+                given = value.get('arguments', value.get('parameters'))  # some mix the two
+                given = DECODER.decode(given) if type(given) is str else {} if given is None else given
                 if value['name'] not in self.names or type(given) is not dict:
                     return None
                 arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)

@@ -134,7 +134,8 @@ class ChatChoice(Choice):
     def __init__(self, index, prompt, body, served):
         super().__init__(index, prompt, body, served)
         form = served.form_of_calls if body.tools else None
-        self.reader = form and Reader(form, body.callable_names, MOST_CALLS if body.parallel_tool_calls else 1)
+        several = form and body.parallel_tool_calls and served.takes_several_calls
+        self.reader = form and Reader(form, body.callable_names, MOST_CALLS if several else 1)
         self.has_called, self.n_taken = False, 0
 
     def read(self, output):

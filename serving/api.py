@@ -34,7 +34,6 @@ UNSUPPORTED = {  # what asks for something that is not here; a body with several
     'best_of': "ask for n samples, with logprobs to compare them, and choose one",
     'use_beam_search': "this server draws samples: ask for n of them, with logprobs to compare them",
     'store': "this server keeps no answers",
-    'service_tier': "this server has one tier: leave it out",
     'reasoning_effort': TEMPLATE, 'reasoning': TEMPLATE, 'thinking': TEMPLATE, 'enable_thinking': TEMPLATE,
     'documents': TEMPLATE, 'chat_template': "the template of the model's own files is used",
     'prompt_logprobs': "echo with logprobs gives those of a prompt",
@@ -46,14 +45,15 @@ IGNORED = {  # they change no token
     'user', 'metadata', 'verbosity', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_retention', 'usage',
     'prompt_cache_options', 'safety_identifier', 'include', 'max_tool_calls', 'spaces_between_special_tokens',
     'cache_prompt', 'prediction', 'include_reasoning', 'timings_per_token', 'repeat_last_n', 'mirostat_tau',
-    'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent'}
+    'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent', 'service_tier'}
 NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
-    'response_format': {'type': 'text'}, 'modalities': ['text'], 'service_tier': 'auto', 'truncation': 'disabled',
+    'response_format': {'type': 'text'}, 'modalities': ['text'], 'truncation': 'disabled',
     'seed': -1, 'max_tokens': -1, 'max_completion_tokens': -1, 'reasoning_effort': 'none', 'length_penalty': 1,
     'repeat_penalty': 1, 'typical_p': 1, 'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1,
     'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
-ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens', 'guided_json', 'json_schema'}
+ASK_WHEN_EMPTY = {'enable_thinking', 'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens',
+                  'guided_json', 'json_schema'}
 
 
 class APIError(Exception):
@@ -113,8 +113,9 @@ def asked_for(fields, known):
     functions, choices = {'tools', 'functions'}, [fields.get('tool_choice'), fields.get('function_call')]
     left_out = IGNORED - known | {name for name, value in fields.items() if name in NOTHING and value == NOTHING[name]}
     # a field with a nearly known name may be a known one, misspelled
-    left_out |= {name for name, value in fields.items() if not value and name not in known | ASK_WHEN_EMPTY
-                 and not near(name, known, 0.85)}
+    empty = {name for name, value in fields.items()
+             if not value or type(value) is dict and all(part is None for part in value.values())}
+    left_out |= {name for name in empty - known - ASK_WHEN_EMPTY if not near(name, known, 0.85)}
     if fields.get('best_of') == fields.get('n', 1):
         left_out.add('best_of')
     if 'none' in choices or 'auto' in choices and not (functions - left_out) & fields.keys():

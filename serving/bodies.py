@@ -3,6 +3,7 @@ The bodies of requests. The fields are those of OpenAI's legacy completions and 
 (https://platform.openai.com/docs/api-reference), with those that vLLM adds.
 """
 import re
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import orjson
@@ -25,6 +26,8 @@ MOST_LOGPROBS = 20  # tokens besides the drawn one
 MOST_BIASES = 2**16  # of a request
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_CHOICES, MOST_TOOLS = 128, 128, 256, 4096, 128  # of one body
 MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
+MOST_NAME = 256     # characters of a tool's
+NO_PARAMETERS = {'type': 'object', 'properties': {}}
 
 
 def says(message):
@@ -243,16 +246,19 @@ def text_of(content, validate):
 
 
 def read_arguments(arguments):
-    """The object that the arguments of a call are: templates take it as such, and the API as JSON in a text."""
-    try:
-        return orjson.loads(arguments or '{}') if type(arguments) is str else arguments
-    except orjson.JSONDecodeError:
-        raise ValueError(f"arguments should be an object of JSON as a text, not {shown(arguments)}") from None
+    """
+    The object that the arguments of a call are: templates take it as such, and the API as JSON in a text. Whatever else
+    a model has once written there is an empty one, as in vLLM: the conversation goes on with the error of its tool.
+    """
+    with suppress(orjson.JSONDecodeError):
+        arguments = orjson.loads(arguments) if type(arguments) is str else arguments
+        arguments = orjson.loads(arguments) if type(arguments) is str else arguments  # some clients write it twice
+    return arguments if type(arguments) is dict else {}
 
 
 class CalledFunction(Lenient):
     name: str
-    arguments: Annotated[dict, BeforeValidator(read_arguments)]
+    arguments: Annotated[dict, BeforeValidator(read_arguments)] = Field(default_factory=dict)
 
 
 class ToolCall(Lenient):
@@ -280,7 +286,7 @@ class Message(Lenient):
             return message
         if message.get('role') == 'function' or message.get('function_call'):
             raise ValueError("functions are tools here: send tool_calls, and their results with the role tool")
-        if message.get('role') == 'assistant' and message.get('content') is None:  # of one that calls, or was cut
+        if message.get('role') in ('assistant', 'tool') and message.get('content') is None:  # it calls, or says nothing
             return message | {'content': ''}
         return message
 
@@ -297,7 +303,7 @@ class Message(Lenient):
 
 
 class Function(Lenient):
-    name: str = Field(pattern='^[a-zA-Z0-9_.:-]{1,64}$')
+    name: str = Field(min_length=1, max_length=MOST_NAME)
     description: str | None = None
     parameters: dict | None = Field(None, description="a JSON schema of its arguments, which are an object")
 
@@ -308,10 +314,14 @@ class ToolFields(Lenient):
     function: Function
 
 
-def as_it_came(value, validate):
-    """A pydantic validator that checks an object, and keeps it: the template gets all that the client wrote."""
-    validate(value)
-    return value
+def as_it_came(tool, validate):
+    """
+    A pydantic validator that checks a tool, and keeps it: the template gets all that the client wrote, and the
+    parameters, which many templates read, of a tool without any.
+    """
+    validate(tool)
+    function = tool['function']
+    return tool | {'function': function | {'parameters': function.get('parameters') or NO_PARAMETERS}}
 
 
 Tool = Annotated[ToolFields, WrapValidator(as_it_came)]

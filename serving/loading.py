@@ -80,7 +80,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         print(f"sampling defaults: {', '.join(f'{key} {value}' for key, value in defaults.items())} "
               "(--generation_config=none: without them)", file=sys.stderr)
     max_tokens = min(model.config.max_positions, engine.pool.n_slots)
-    served = Served(name, tokenizer, token_bytes, max_tokens, int(time.time()), defaults)
+    aliases = () if init_from == 'resume' else (init_from, init_from.partition('@')[0])
+    served = Served(name, tokenizer, token_bytes, max_tokens, int(time.time()), defaults, aliases)
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(ON_CUDA if on_cuda else SWITCH_INTERVAL)

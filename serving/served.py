@@ -5,7 +5,7 @@ from functools import cached_property, partial
 
 import orjson
 
-from chat.tools import form_of, grammar, shows_tools
+from chat.tools import form_of, grammar, shows_tools, takes_several_calls
 from decode.draw import NAMES
 from serving.api import APIError, invalid
 from serving.bodies import MOST_SAMPLES, ChatBody
@@ -21,7 +21,7 @@ class Served:
     """
     The model that is served: its name, its tokenizer, the bytes of each token id (a list of vocab_size), and the most
     tokens that a request may have with its answer. defaults: of the sampling fields that a body leaves out, see
-    `formats.pretrained.generation_defaults`.
+    `formats.pretrained.generation_defaults`. aliases: other names that requests may use.
     """
     name: str
     tokenizer: object
@@ -29,10 +29,11 @@ class Served:
     max_tokens: int
     created: int = 0
     defaults: dict = field(default_factory=dict)
+    aliases: tuple = ()
 
     def check_name(self, model):
         """APIError 404 unless the model is this one, or not named."""
-        if model not in ('', self.name):
+        if model not in ('', self.name, *self.aliases):
             raise APIError(404, f"there is no model {model[:100]!r} here: the one that is served is {self.name!r}",
                            'model', 'model_not_found')
 
@@ -74,6 +75,11 @@ class Served:
     def shows_tools(self):
         """Does the chat template describe tools to the model?"""
         return shows_tools(self.tokenizer.chat_template)
+
+    @cached_property
+    def takes_several_calls(self):
+        """Does the chat template take an answer with several calls, when the client sends it back?"""
+        return takes_several_calls(self.tokenizer.chat_template)
 
     @cached_property
     def form_of_calls(self):
@@ -167,7 +173,8 @@ def forms_of(body, served):
             return forms
         answer = orjson.loads(text or '{"type": "object"}')
     tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
-    return {'tools': ('grammar', grammar(form, tools, body.parallel_tool_calls, json_rule, answer))}
+    several = body.parallel_tool_calls and served.takes_several_calls
+    return {'tools': ('grammar', grammar(form, tools, several, json_rule, answer))}
 
 
 def requests_of(body, served, id, deliver):

@@ -237,7 +237,8 @@ def make_app(service, loaded=lambda: None):
     app.router.redirect_slashes = False  # it would send the client to the Host that it named
     if service.origins:
         app = CORSMiddleware(app, allow_origins=service.origins, allow_methods=['GET', 'POST'], allow_headers=['*'],
-                             expose_headers=['retry-after', 'x-request-id'])
+                             expose_headers=['retry-after', 'x-request-id'],
+                             allow_private_network='*' not in service.origins)  # a site of the internet that is named
     return app
 
 

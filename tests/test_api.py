@@ -49,7 +49,8 @@ def events(data):
     dict(tools=[]), dict(functions=[]), dict(tool_choice='none'), dict(tool_choice='auto'),
     dict(tools=[dict(type='function')], tool_choice='none'), dict(response_format=dict(type='text')), dict(stop=''),
     dict(stop=[]), dict(stop=['']), dict(store=False), dict(metadata=dict(a='b')), dict(user='me'),
-    dict(service_tier='auto'), dict(parallel_tool_calls=True), dict(modalities=['text']), dict(reasoning_effort='none'),
+    dict(service_tier='default'), dict(parallel_tool_calls=True), dict(modalities=['text']),
+    dict(reasoning_effort='none'), dict(reasoning=dict(effort=None)),
     dict(verbosity='low'), dict(prompt_cache_key='k'), dict(safety_identifier='s'), dict(best_of=1),
     dict(suffix=''), dict(logprobs=False), dict(skip_special_tokens=True),
     dict(use_beam_search=False), dict(chat_template_kwargs={}), dict(repeat_penalty=1.0), dict(stream_options={}),
@@ -168,7 +169,7 @@ def test_likeliest_tokens_of_the_same_text_are_all_named():
     served = replace(SERVED, token_bytes=[b'a', b'a', b'\xe2', b'\xe2', b'b'])
     body = completion_body(logprobs=4)
     a = Completion('x', body, served, requests_of(body, SERVED, 'x', print))
-    a.add(0, [Output(0, [1], 'a', [Logprobs(1, -3., 5, [(0, -.5), (4, -1.), (2, -1.5), (3, -2.)])], 'length')])
+    a.add(0, [Output(0, [1], 'a', [Logprobs(-3., [(0, -.5), (4, -1.), (2, -1.5), (3, -2.)])], 'length')])
     logprobs = a.object()['choices'][0]['logprobs']
     assert logprobs['top_logprobs'] == [{'a': -.5, 'b': -1., 'bytes:\\xe2': -1.5, 'token_id:3': -2., 'token_id:1': -3.}]
 
@@ -197,7 +198,7 @@ def test_tokens_without_text_are_sent_only_where_asked_for():
     held = Output(0, [29], '')  # the beginning of a character, or of a stop string
     for fields, n in ((dict(), 0), (dict(return_token_ids=True), 1), (dict(logprobs=0), 1)):
         a = answer(stream=True, **fields)
-        a.add(0, [held._replace(logprobs=[Logprobs(29, -1., 1, [])] if fields.get('logprobs') == 0 else None)])
+        a.add(0, [held._replace(logprobs=[Logprobs(-1., [])] if fields.get('logprobs') == 0 else None)])
         assert len(events(a.chunks())) == n and 'usage' not in str(events(a.chunks()))
 
 
@@ -216,8 +217,8 @@ def test_scoring_has_openais_shape(stream):
     """echo + logprobs: the prompt's tokens first, the first of which nothing predicts; offsets count characters."""
     prompt = CHARS.index('€'), CHARS.index('a')
     a = answer(prompt=[list(prompt)], echo=True, logprobs=1, max_tokens=1, stream=stream)
-    a.add(0, [Output(0, [1], 'b', [Logprobs(1, -math.inf, 3, [(2, -.25)])], 'length',
-                     [None, Logprobs(0, -.5, 1, [(0, -.5)])])])
+    a.add(0, [Output(0, [1], 'b', [Logprobs(-math.inf, [(2, -.25)])], 'length',
+                     [None, Logprobs(-.5, [(0, -.5)])])])
     choice = (events(a.chunks())[0] if stream else a.object())['choices'][0]
     assert choice['text'] == '€ab' and choice['logprobs'] == {
         'tokens': ['€', 'a', 'b'], 'token_logprobs': [None, -.5, -9999.], 'text_offset': [0, 1, 2],
@@ -228,7 +229,7 @@ def test_offsets_go_on_behind_the_prompt_and_across_chunks():
     a = answer(stream=True, logprobs=0)
     offsets = []
     for token in (27, 28, 0):
-        a.add(0, [Output(0, [token], CHARS[token], [Logprobs(token, -1., 1, [])])])
+        a.add(0, [Output(0, [token], CHARS[token], [Logprobs(-1., [])])])
         offsets += events(a.chunks())[0]['choices'][0]['logprobs']['text_offset']
     assert offsets == [3, 4, 5]  # the prompt has 3 characters
 

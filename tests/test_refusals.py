@@ -61,7 +61,8 @@ COMPLETIONS = [
     (dict(temprature=0), 'temprature', 'did you mean temperature'), (dict(messages=[{}]), 'messages', 'chat'),
     (dict(prompt_logprobs=0), 'prompt_logprobs', 'echo'),
     (dict(max_completion_tokens=5), 'max_completion_tokens', 'max_tokens'),
-    (dict(think=1, thinking=True), 'thinking', 'chat_template_kwargs')]
+    (dict(think=1, thinking=True), 'thinking', 'chat_template_kwargs'),
+    (dict(enable_thinking=False), 'enable_thinking', 'chat_template_kwargs')]
 CHATS = [
     (dict(prompt='x'), 'prompt', '/v1/completions'), (dict(guided_json={}), 'guided_json', 'response_format'),
     (dict(max_output_tokens=5), 'max_output_tokens', 'max_tokens here'),
@@ -71,7 +72,7 @@ CHATS = [
     (dict(logprobs=True, top_logprobs=21), 'top_logprobs', '20'),
     (dict(max_completion_tokens=-2), 'max_completion_tokens', '-2'),
     *((dict(messages=[USER, message]), f'messages.1{param}', said) for message, param, said in [
-        (dict(role='user'), '.content', 'missing'), (dict(role='tool', tool_call_id='x'), '.content', 'missing'),
+        (dict(role='user'), '.content', 'missing'),
         (dict(role='assistant', content=None, function_call=dict(name='x')), '', 'are tools here'),
         (dict(role='function', name='f', content='x'), '', 'tools here'),
         (dict(role='user', content=[dict(type='image_url', image_url='x')]), '.content', "'image_url'"),
@@ -79,12 +80,11 @@ CHATS = [
         (dict(role='robot', content=3), '.role', "'robot'"), ('hi', '', 'an object'),
         (dict(role='user', content=[dict(type='text')]), '.content', 'an object of 1'),
         (dict(role='user', content=[dict(type='text', text='a'), 'b']), '.content', "not 'b'"),
-        *((dict(role='assistant', tool_calls=[dict(function=dict(name='f', arguments=arguments))]),
-           '.tool_calls.0.function.arguments', 'object') for arguments in ('{', '[]'))]),
+        (dict(role='assistant', tool_calls=[dict(function=3)]), '.tool_calls.0.function', 'object')]),
     (dict(tools=[{}]), 'tools.0.type', 'missing'), (dict(tools={}), 'tools', 'list'),
     (dict(tools=[dict(type='web_search')]), 'tools.0.type', "'web_search'"), (dict(tools=TOOLS * 65), 'tools', '128'),
     *((dict(tools=[dict(type='function', function=function)]), f'tools.0.function.{param}', said)
-      for function, param, said in [(dict(name='a b'), 'name', 'pattern'),
+      for function, param, said in [(dict(name=''), 'name', 'at least 1'), (dict(name='a' * 257), 'name', '256'),
                                     (dict(name='a', parameters=[]), 'parameters', 'object')]),
     (dict(tools=TOOLS, tool_choice='any'), 'tool_choice', 'none, auto, required'),
     (dict(tools=TOOLS, tool_choice=dict(type='function', function=dict(name='rm'))), 'tool_choice', 'rm'),
@@ -105,8 +105,8 @@ RESPONSES = [
     (dict(input=[3]), 'input.0', 'an object'),
     (dict(input=[dict(type='item_reference', id='x')]), 'input.0', "'item_reference'"),
     (dict(input=[dict(role='user', content=[dict(type='input_image')])]), 'input.0.content', "'input_image'"),
-    (dict(input=[dict(type='function_call', name='add', arguments='x')]), 'input.0.tool_calls.0.function.arguments',
-     'JSON'), (dict(tools=[dict(type='web_search')]), 'tools.0.type', "'web_search'"),
+    (dict(input=[dict(type='function_call')]), 'input.0.tool_calls.0.function.name', 'missing'),
+    (dict(tools=[dict(type='web_search')]), 'tools.0.type', "'web_search'"),
     (dict(tools=[dict(type='function', name='f')], tool_choice=dict(type='function', name='rm')), 'tool_choice', 'rm'),
     (dict(max_output_tokens=5000), 'max_output_tokens', 'largest max_output_tokens')]
 FORMS = [

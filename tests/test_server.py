@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from http.client import HTTPResponse
 
 import pytest
@@ -226,11 +227,12 @@ def test_metrics(drawing):
 
 def test_what_clients_ask_besides(engine):
     """The addresses of vLLM; a model whose name has a slash; what stands elsewhere, or nowhere."""
-    served = served_by(engine, name='someone/toy')
+    served = replace(served_by(engine, name='someone/toy'), aliases=('someone/toy@main',))
     with serving(engine, served) as client:
         listed, = client.get('/v1/models').json()['data']
         assert listed['sampling_defaults'] == {} and client.get('/v1/models/someone/toy').json() == listed
         assert client.get('/v1/models/someone%2Ftoy').json() == listed
+        assert client.post('/v1/completions', json=dict(model='someone/toy@main', prompt='a')).status_code == 200
         for path in ('/v1/models/toy', '/v1/models/'):
             assert refused(client.get(path), 404)['code'] == 'model_not_found'
         assert client.get('/tokenizer_info').json()['tokenizer_class'] == 'PreTrainedTokenizerFast'
@@ -324,6 +326,8 @@ def test_cors_is_off_unless_asked(engine):
             response = client.get(path, headers=origin)
             assert response.status_code == status and response.headers['access-control-allow-origin'] == 'http://other'
             assert {*response.headers['access-control-expose-headers'].split(', ')} == {'retry-after', 'x-request-id'}
+        private = client.options('/v1/completions', headers=origin | {'access-control-request-private-network': 'true'})
+        assert private.headers['access-control-allow-private-network'] == 'true' and private.status_code == 200
         stranger = origin | {'origin': 'http://stranger'}
         assert client.options('/v1/completions', headers=stranger).status_code == 400
         assert 'access-control-allow-origin' not in client.get('/health', headers=stranger).headers
