@@ -94,7 +94,7 @@ def check_settings():
     """ValueError on settings that make no sense in any mode."""
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-    known = SHAPES if mode == 'peers' else GPTS
+    known = SHAPES if mode in ('peers', 'gpu') else GPTS
     if (init_from or text) and mode not in ('peers', 'loss', 'eval') or choices and mode != 'eval':
         raise ValueError(f"init_from and text are for peers, loss and eval mode, choices for eval mode: leave them out "
                          f"in {mode} mode")

@@ -132,6 +132,8 @@ def run_parts(asked, parts, **measured_on):
     {machine, ..., rows}}. Other parts stay there as they are. So do the rows of shapes that were not run, if they were
     measured on the same machine with the same `measured_on`, which is written beside the rows.
     """
+    if asked.json:
+        os.makedirs(os.path.dirname(os.path.abspath(asked.json)), exist_ok=True)
     figures = read_json(asked.json)
     measured_on = dict(machine=describe_machine(asked.device), **measured_on)
     for name, part in parts.items():

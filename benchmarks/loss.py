@@ -20,7 +20,7 @@ from benchmarks.ours import Ours, log_likelihoods
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.shapes import label, trained
 from tokenizer import read_text
-from training.batches import Batches
+from training.batches import open_tokens
 
 CPU_ONLY = "losses are measured"
 MOST = 2**15  # tokens of the text
@@ -41,8 +41,8 @@ def models_and_texts(asked):
     for path in checkpoints.newest_first() or ['out/ckpt.pt']:
         checkpoint = checkpoints.load(path)
         model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
-        data_dir = 'data/' + checkpoint['config']['dataset']
-        text = Batches(data_dir, 'val', 1, model.config.block_size, model.config.vocab_size, asked.device).tokens
+        data_dir = f"data/{checkpoint.get('config', {}).get('dataset', '')}"
+        text = open_tokens(data_dir, 'val', 0)
         print(f"{path} on {data_dir}/val.bin, block_size {model.config.block_size}")
         yield os.path.dirname(path), model, torch.from_numpy(text[:MOST].astype('int64'))
 
@@ -59,7 +59,14 @@ def nats(model, rows):
 
 def bits(asked):
     for name, model, text in models_and_texts(asked):
+        if len(text) <= 2 * (size := piece_size(model.config)):  # a standard error needs two pieces
+            print(f"not measured: {name} (the text has {len(text):,} tokens, and two pieces take {2 * size + 1:,})")
+            continue
         yield [dict(model=name, **row) for row in compare_bits(model, text)]
+
+
+def piece_size(config):
+    return config.window + 1 if config.window else config.block_size
 
 
 @torch.inference_mode()
@@ -69,8 +76,7 @@ def compare_bits(model, text):
     window + 1, and each token is predicted from those before it in its piece. difference: to the loss of our float32,
     in nats, with the standard error of its mean over the pieces; percent: of our float32.
     """
-    c, rows, reference = model.config, [], None
-    size = c.window + 1 if c.window else c.block_size
+    rows, reference, size = [], None, piece_size(model.config)
     pieces = text.unfold(0, size + 1, size)  # the last token of a piece is the first of the next
     for engine, weights, kv in tqdm(CASES, desc='bits', leave=False, disable=None):
         try:

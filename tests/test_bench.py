@@ -9,7 +9,7 @@ import torch
 from conftest import run
 
 import decode
-from benchmarks import gpu, harness, ours
+from benchmarks import gpu, harness, loss, ours
 from benchmarks.generate import counted
 from benchmarks.harness import Case, Part, take_turns
 from benchmarks.shapes import model_with_varied_text
@@ -53,7 +53,7 @@ def test_cases_take_turns_and_medians_count(monkeypatch):
 
 
 def test_parts_and_shapes_that_are_not_run_stay_in_the_file(tmp_path):
-    path = str(tmp_path / 'b.json')
+    path = str(tmp_path / 'folder' / 'b.json')
 
     def measured(name, shapes, speed, repeats=5, **more):
         """Run one part on these shapes; {part: [(shape, speed, repeats) of each row]} of the file."""
@@ -115,6 +115,16 @@ def test_loss_mode(trained, tmp_path):
     assert [(row['weights'], row['kv']) for row in rows if row['engine'] == 'ours'][:5] == [
         *((weights, 'float32') for weights in decode.WEIGHTS), ('float32', 'int8')]
     assert rows[0]['difference'] == 0 and all(abs(row['difference']) < 0.1 for row in rows)
+
+
+def test_loss_mode_needs_two_pieces_of_text(monkeypatch, capsys):
+    """A text that is too short is said, and other models are still measured."""
+    config = GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=1, n_embd=16)
+    monkeypatch.setattr(loss, 'models_and_texts', lambda asked: [
+        (name, GPT(config).eval(), torch.arange(n) % 9) for name, n in (('short', 16), ('long', 17))])
+    (row, *_), = loss.bits(None)
+    assert row['model'] == 'long' and row['tokens'] == 16
+    assert capsys.readouterr().out == "not measured: short (the text has 16 tokens, and two pieces take 17)\n"
 
 
 def test_gpu_mode_measures_a_gpu_alone(repo):

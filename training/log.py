@@ -14,12 +14,16 @@ COLUMNS = 'iter', 'lr', 'batch_loss', 'train_loss', 'val_loss', 'ms_per_iter', '
 
 
 def start_wandb(project, name, config):
-    """A new run of Weights & Biases. ValueError if its package is not installed."""
+    """A new run of Weights & Biases. ValueError if its package is not installed, or it does not start."""
     try:
         import wandb
     except ImportError as e:
         raise ValueError("wandb_log=True needs wandb: pip install wandb") from e
-    return wandb.init(project=project, name=name, config=config)
+    try:
+        return wandb.init(project=project, name=name, config=config)
+    except Exception as e:  # its own kinds of error, for a missing login for example
+        raise ValueError(f"Weights & Biases does not start ({' '.join(str(e).split())[:200]}): run `wandb login`, or "
+                         "leave wandb_log out") from e
 
 
 class Log:

@@ -80,7 +80,7 @@ def check_optimizer(settings):
     configurator.check_range(settings, 0, math.inf, 'muon_lr', 'muon_weight_decay', 'warmup_iters')
     wsd = settings['decay_lr'] and settings['lr_schedule'] == 'wsd'
     configurator.check_range(settings, 1 if wsd else 0, math.inf, 'lr_decay_iters')
-    if wsd and settings['max_iters'] > settings['lr_decay_iters']:
+    if wsd and not settings.get('max_minutes') and settings['max_iters'] > settings['lr_decay_iters']:
         raise ValueError(f"lr_schedule=wsd has a learning rate of 0 from lr_decay_iters={settings['lr_decay_iters']} "
                          f"on, and max_iters is {settings['max_iters']}: give --lr_decay_iters={settings['max_iters']}")
     if not 0 < settings['cooldown_frac'] <= 1:
