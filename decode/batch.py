@@ -108,8 +108,6 @@ class Batch:
         The numbers of the rows, of N, whose logits a single step computes, int64 (W,); and for each sequence the slice
         of them that is its own. The last one of a sequence that draws is the one it draws from.
         """
-        if self.decodes:
-            return np.arange(len(self.counts)), [slice(i, i + 1) for i in range(len(self.counts))]
         rows, parts, first = [], [], 0
         for count, n, every in zip(self.counts, self.n_steps.tolist(), self.prompt_logits):
             own = range(first if every else first + count - (n > 0), first + count)

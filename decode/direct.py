@@ -15,16 +15,12 @@ class DirectModel:
     """
     A model's own code on its parameters and modules at the moment when this was made. Values of weights may change.
 
-    model: its `hidden_states` and `lm_head` are called directly, as in eval mode. called: the modules that are called
-    as they are, because they are not of model.py or torch, or were changed. It may be the model itself.
+    model: its `hidden_states` and `lm_head` are called directly, as in eval mode. Modules that are not of model.py or
+    torch, or were changed, are called as they are, and so is a model with a forward of its own.
     """
 
     def __init__(self, model):
-        if has_own_forward(model):
-            self.model, self.called = model, [model]
-            return
-        self.called = []
-        self.model = self.opened(model, gpts_of(model)[-1].__module__)
+        self.model = model if has_own_forward(model) else self.opened(model, gpts_of(model)[-1].__module__)
 
     def opened(self, module, home):
         """An object of the module's class that has the module's variables, and functions in the place of its parts."""
@@ -46,7 +42,6 @@ class DirectModel:
                 return self.opened(module, home)
             if kind.__module__ == home:
                 return self.opened(module, home).forward
-        self.called.append(module)
         return module
 
 

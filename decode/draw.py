@@ -196,16 +196,15 @@ def mixed(x):
 
 def log_probabilities(logits, tokens, k):
     """
-    Of each row of logits (n, vocab_size) and its token: (log probability, rank from 1 on, the k likeliest tokens, their
-    log probabilities), lists (n,), (n,), (n, k) and (n, k); of equal ones the first comes first.
+    Of each row of logits (n, vocab_size) and its token: (log probability, the k likeliest tokens, their log
+    probabilities), lists (n,), (n, k) and (n, k); of equal ones the first comes first.
     """
     logits = (logits.cpu() if logits.device.type == 'mps' else logits).float()  # mps has no float64
     largest = logits.amax(dim=-1, keepdim=True)
     totals = largest.double() + (logits - largest).exp().sum(dim=-1, keepdim=True).double().log()
     own, top = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]), likeliest(logits, k)
-    ranks = 1 + (logits > own).sum(dim=-1)
     values = logits.gather(-1, top) - totals
-    return (own - totals).squeeze(-1).tolist(), ranks.tolist(), top.tolist(), values.tolist()
+    return (own - totals).squeeze(-1).tolist(), top.tolist(), values.tolist()
 
 
 def likeliest(logits, k):

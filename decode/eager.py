@@ -38,12 +38,11 @@ class EagerExecutor:
     def refresh(self):
         """Look up the model's modules and weights anew."""
         self.direct = DirectModel(self.model)
-        if self.model in self.direct.called:
-            check_own_forward(self.model, ['forward'], "pass use_cache=False: then the model is called as it is")
+        check_own_forward(self.model, ['forward'], "pass use_cache=False: then the model is called as it is")
 
     def hold(self, layers):
         """Let the steps read and write these `kvcache.storage.Layer`s."""
-        self.layers, self.where = layers, None  # where the views of the last step are, see `side_by_side`
+        self.layers, self.where, self.views = layers, None, ()  # views of the last step, see `side_by_side`
 
     def execute_model(self, batch):
         """See `decode.cpu.CPUExecutor.execute_model`. Each call is one step."""

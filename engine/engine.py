@@ -50,7 +50,8 @@ class Engine:
         if n_slots:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
             executor.hold(make_layers(model, n_slots, type_kv))
-            weakref.finalize(self, let_go, executor, executor.layers).atexit = False
+            # whoever has the list, such as a draft, keeps no keys and values of an engine that is gone
+            weakref.finalize(self, executor.layers.clear).atexit = False
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.longest_call, self.return_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
@@ -265,6 +266,7 @@ class Engine:
                         new, given[number] = s.tokens[given[number]:], len(s.tokens)
                         yield number, new
         finally:
+            self.over = [s for s in self.over if s not in going]
             for s in going:
                 self.end(s, 'abort')
 
@@ -275,12 +277,6 @@ class Engine:
             for number, tokens in self.stream(prompts, max_new_tokens, n, seed, **settings):
                 token_lists[number] += tokens
         return token_lists
-
-
-def let_go(executor, layers):
-    """An executor does not keep the keys and values of an engine that is gone."""
-    if executor.layers is layers:
-        executor.layers = ()
 
 
 def weights_of(tables):

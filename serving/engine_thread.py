@@ -116,7 +116,7 @@ class EngineThread:
             self.draining = True
             finished = self.condition.wait_for(lambda: not self.live or self.stopping, seconds)
             self.ask_for([(self.end, live, 'abort') for live in self.live.values()])
-            self.condition.wait_for(lambda: not self.live or self.stopping, seconds + IDLE)
+            self.condition.wait_for(lambda: not self.live or self.stopping, IDLE)
         return finished
 
     def stop(self):
@@ -323,5 +323,5 @@ class EngineThread:
 
 def logprobs_of(logits, tokens, k):
     """A `Logprobs` with the k likeliest tokens for each row of logits and its token."""
-    rows = zip(tokens, *log_probabilities(logits, tokens, k))
-    return [Logprobs(token, logprob, rank, list(zip(top, values))) for token, logprob, rank, top, values in rows]
+    rows = zip(*log_probabilities(logits, tokens, k))
+    return [Logprobs(logprob, list(zip(top, values))) for logprob, top, values in rows]

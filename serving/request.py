@@ -72,11 +72,9 @@ def check_ids(name, ids, vocab_size):
 class Logprobs(NamedTuple):
     """
     The log probability of a token, and the `top` likeliest instead of it, as pairs (token id, log probability) from the
-    likeliest on. rank: 1 for the likeliest token.
+    likeliest on.
     """
-    token: int
     logprob: float
-    rank: int
     top: list
 
 

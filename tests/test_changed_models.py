@@ -86,9 +86,7 @@ def test_an_executor_has_the_weights_of_its_last_refresh(change):
             executor.refresh()
         after = logits_of(executor, slots)
         assert not torch.equal(after, before)
-        if weights == 'eager':
-            assert not executor.direct.called
-        else:
+        if weights != 'eager':
             assert torch.equal(after, logits_of(CPUExecutor(model, weights)))
         if weights in ('eager', 'float32'):
             torch.testing.assert_close(after, by_model(model), atol=1e-4, rtol=1e-4)

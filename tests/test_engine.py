@@ -118,6 +118,7 @@ def test_stream_gives_tokens_as_they_come_and_computes_no_more():
     next(stream)
     stream.close()
     assert len(executor.calls) == n_calls + 1 and engine.is_idle and engine.pool.n_free == 40
+    assert engine.generate([[4]], 0) == [[4]] and engine.is_idle
 
 
 @pytest.mark.parametrize('error', [FloatingPointError, Refused])

@@ -78,8 +78,8 @@ def alone(executor, tokens):
 
 
 def score_of(logits, token, k):
-    (logprob,), (rank,), (top,), (values,) = log_probabilities(logits, [token], k)
-    return token, logprob, rank, list(zip(top, values))
+    (logprob,), (top,), (values,) = log_probabilities(logits, [token], k)
+    return logprob, list(zip(top, values))
 
 
 class Client:

@@ -268,7 +268,7 @@ def test_nothing_is_recorded_in_service_and_nothing_kept_behind_it(monkeypatch):
     assert len(queue.pools) == n == 3 * len(BUCKETS)
     executor.graphs.clear()  # those of CUDA keep addresses, these keep tensors
     del engine
-    assert stored() is None and executor.layers == ()
+    assert stored() is None and not executor.layers
 
 
 def test_settings_take_the_place_of_those_before(monkeypatch):

@@ -1,6 +1,8 @@
 """Drafts change no token and no logits: an engine with proposals against one with the same executor without."""
+import gc
 import itertools
 import math
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -63,6 +65,16 @@ def test_sequences_are_given_what_they_are_given_without_drafts(number, kind, dr
         assert all(engine.pool.n_free == engine.pool.n_pages for engine in engines)
         assert n_pages != 30 or window or min(engine.scheduler.n_preempted for engine in engines) > 0
     assert len(rounds()) > 30 and (draft == 'ngram' or any(n for n, _, _ in rounds()))
+
+
+def test_an_engine_that_is_gone_keeps_no_keys_and_values():
+    executor = Drafting(CPUExecutor(model_of('rope'), threads=1), 'int4')
+    engine = Engine(executor.model, executor)
+    executor.draft.pack()  # it holds the slots of the target too
+    stored = weakref.ref(engine.layers[0].k.data)
+    del engine
+    gc.collect()
+    assert stored() is None and not executor.layers
 
 
 @pytest.mark.parametrize('kind', ['float32', 'model'])

@@ -21,7 +21,7 @@ from decode.choice import TRIAL, StepChoice
 from decode.cpu import CPUExecutor
 from decode.eager import EagerExecutor
 from decode.kernel.step import workers
-from decode.kernel.threads import n_cores
+from decode.kernel.threads import Workers, n_cores
 
 
 def test_best_is_the_one_place_that_picks_an_executor():
@@ -218,6 +218,18 @@ time.sleep(0.3)
         done = run(ROOT, tmp_path / 'computes.py')
         # Python ends daemon threads where they ask for its lock, and torch's C++ may abort at that; it must not hang
         assert done.returncode in (0, -6), done.stderr
+
+
+@pytest.mark.skipif(n_cores() < 2, reason="one core")
+def test_a_thread_that_cannot_start_is_waited_for_once(monkeypatch):
+    """Where the system allows a process no more threads, steps are the caller's, and wait for nobody."""
+    none, asked = Workers(lambda *_: 0), []
+
+    def refuse(thread):
+        asked.append(thread)
+        raise RuntimeError("can't start new thread")
+    monkeypatch.setattr('threading.Thread.start', refuse)
+    assert [none.ready(2) for _ in range(3)] == [1, 1, 1] and len(asked) == 1
 
 
 @pytest.mark.skipif(not hasattr(os, 'sched_setaffinity') or n_cores() < 2, reason="threads cannot be kept off a core")

@@ -205,13 +205,14 @@ class Workers:
             torch.set_num_threads(1)
         self.lock, self.n_ready, self.threads, self.stopped, self.ended = threading.RLock(), 1, [], False, 0
         self.post = aligned((max(n_cores(), os.cpu_count() or 1), LINE), np.int64)
-        self.address = self.post.ctypes.data
+        self.address, self.most = self.post.ctypes.data, len(self.post)
 
     def ready(self, n_threads):
         """
         How many threads can share a step, the caller's included, n_threads at most. Starts those that are missing, and
         waits up to a second for them.
         """
+        n_threads = min(n_threads, self.most)
         if self.stopped or n_threads == 1:
             return 1
         if time.perf_counter_ns() > self.ended + PAUSE:
@@ -224,6 +225,7 @@ class Workers:
                 try:
                     thread.start()
                 except RuntimeError:  # the system allows no more threads
+                    self.most = n_threads = number
                     break
             end = time.monotonic() + 1
             while not self.post[1:n_threads, RUNNING].all() and time.monotonic() < end:
