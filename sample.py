@@ -198,8 +198,8 @@ def sample_by_engine(model, tokenizer, prompts, dev, printed):
             for s, output in engine.step():
                 if s.error:
                     raise s.error
-                new = output.tokens if output else []
-                if printed.add(number_of[s], new[:-1] if s.ended == 'stop' else new, s.ended):
+                new = output.tokens[:-1] if s.ended == 'stop' else output.tokens
+                if printed.add(number_of[s], new, s.ended):
                     engine.end(s, 'stop')
 
 

@@ -62,8 +62,7 @@ def main(config):
 def load():
     from serving.loading import load_engine
     return load_engine(init_from, out_dir, name, device, decoder, weights, threads, kv_memory, speculate, draft,
-                       generation_config, chat_template, n_blocks or None, page_size, max_num_batched_tokens or None,
-                       max_queue)
+                       generation_config, chat_template, n_blocks, page_size, max_num_batched_tokens, max_queue)
 
 
 if __name__ == '__main__':

@@ -82,7 +82,7 @@ def log_likelihoods(model, weights='float32', kv_bits=0):
             for s, output in engine.step():
                 if s.error:
                     raise s.error
-                if output and output.logits is not None:
+                if output.logits is not None:
                     scores, targets = found[s]
                     first = max(output.first, s.logits_from)  # pages and chunks have logits of the context too
                     logits = output.logits[first - output.first:]

@@ -62,8 +62,8 @@ class Conversation:
         try:
             while not sequence.ended and not self.engine.return_soon[0]:
                 for _, output in self.engine.step():
-                    new = output.tokens if output else []
-                    said += (piece := stream.push(*new[:-1] if sequence.ended == 'stop' else new))
+                    new = output.tokens[:-1] if sequence.ended == 'stop' else output.tokens
+                    said += (piece := stream.push(*new))
                     yield piece
                 if sequence.error:
                     raise sequence.error

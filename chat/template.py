@@ -155,7 +155,7 @@ def rendered(template, variables):
     return template.render(variables)
 
 
-def confine(late=LATE):
+def confine(late):
     """Import all that answers need, then take from this process more memory, files, connections and programs."""
     for module in late:
         import_module(module)

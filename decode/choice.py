@@ -28,7 +28,7 @@ class StepChoice:
 
     def __init__(self, candidates):
         self.candidates, self.best, self.challenger = candidates, candidates[0], None
-        self.interval, self.cold, self.ended = SOONEST, True, 0
+        self.interval, self.ended = SOONEST, -math.inf
         self.rest = self.usual = 0  # nanoseconds until the next round, and of a step; 0: the next window begins a round
         self.begin_round()
 
@@ -46,7 +46,7 @@ class StepChoice:
 
     def is_first(self, began):
         """Is a step that begins at this time the first of all, or the first after a pause?"""
-        return self.cold or began > self.ended + PAUSE
+        return began > self.ended + PAUSE
 
     def record(self, ns, began=0, n_steps=1, others=0):
         """
@@ -54,7 +54,7 @@ class StepChoice:
         when they began, on any clock. The first step of all and the first after a pause are not counted: they wait for
         memory, caches and sleeping threads. With began=0 there is no pause before them.
         """
-        is_first, self.ended, self.cold = self.is_first(began), began + ns + others, False
+        is_first, self.ended = self.is_first(began), began + ns + others
         if is_first:
             return
         self.steps += n_steps

@@ -85,7 +85,7 @@ class Drafting:
             outputs = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)))
             proposals, drafted, ended = [], began, False
         n_drawn = sum(len(of_one.tokens) for of_one in outputs) / len(outputs)
-        pace.record_round(k, len(proposals), n_drawn, drafted - began, time.perf_counter_ns() - drafted, ended)
+        pace.record_round(len(proposals), n_drawn, drafted - began, time.perf_counter_ns() - drafted, ended)
         return outputs
 
     def verified(self, batch, proposals, way):
@@ -146,10 +146,10 @@ class Pace:
             self.k, self.trial, self.n_drawn = FIRST_PROPOSALS, TRIAL_ROUNDS + 1, 0.0
             self.ns = self.given = 0.0
 
-    def record_round(self, k, n, n_drawn, ns_draft, ns_chunk, ended=False):
+    def record_round(self, n, n_drawn, ns_draft, ns_chunk, ended=False):
         """
-        A round in which k proposals were asked for and n came. n_drawn: tokens of a sequence that it gave, on average.
-        ended: has a sequence ended? Then fewer could be accepted than were proposed.
+        A round with n proposals. n_drawn: tokens of a sequence that it gave, on average. ended: has a sequence ended?
+        Then fewer could be accepted than were proposed.
         """
         self.n_rounds += 1
         if self.trial > TRIAL_ROUNDS:

@@ -14,7 +14,7 @@ import weakref
 
 import numpy as np
 
-from decode.batch import Refused, now
+from decode.batch import Refused, SequenceOutput, now
 from decode.draw import DrawSettings
 from engine.scheduler import Scheduler
 from engine.sequence import MOST_AHEAD, Sequence
@@ -118,7 +118,7 @@ class Engine:
         """
         One call of the executor: a step of the model, in which each sequence gets a token or a chunk of its prompt is
         computed, or several steps that follow each other. Returns [(sequence, its `decode.batch.SequenceOutput`)]; a
-        sequence that has ended says why, and has None if the call has given it nothing.
+        sequence that has ended says why.
         """
         self.check_caller()
         self.is_running = True
@@ -130,7 +130,7 @@ class Engine:
             self.unfinished = True
             self.constrain()
             if self.over:
-                results, self.over = [(s, None) for s in self.over], []
+                results, self.over = [(s, SequenceOutput([])) for s in self.over], []
             else:
                 waits = any([s.constraint for s in self.scheduler.running])
                 longest = min(self.longest_call, LONGEST_MASKED) if waits else self.longest_call
@@ -197,7 +197,7 @@ class Engine:
             s = suspects[0]
             s.ended, s.error = 'error', error
             self.scheduler.remove(s)
-            return [(s, None)]
+            return [(s, SequenceOutput([]))]
         for s in suspects:
             s.n_failed += 1
         n = 1 if max(s.n_failed for s in suspects) > 1 else -(-len(suspects) // 2)

@@ -243,7 +243,7 @@ class Scheduler:
         ends = [(r, (r.n_computed // page_size + 1) * page_size) for r, n in read if n > 1]  # of the pages they compute
         return not any(r.salt == s.salt and s.tokens[:end] == r.tokens[:end] for r, end in ends)
 
-    def begin(self, sequence, trims=True):
+    def begin(self, sequence, trims):
         """Begin a sequence in the pool, for which others may be trimmed. Returns False if there is no room."""
         s, pool = sequence, self.pool
         if self.refused:

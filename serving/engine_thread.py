@@ -55,7 +55,7 @@ class Sample:
 
 class EngineThread:
     """
-    engine: an `engine.Engine`. token_bytes: the bytes of each token id, a list or a function. end_tokens: those that
+    engine: an `engine.Engine`. token_bytes: the bytes of each token id, a list. end_tokens: those that
     end a text. special_ids: those that are not part of a text, unless a request asks. max_queue: the most samples whose
     requests wait for their first call.
 
@@ -65,7 +65,7 @@ class EngineThread:
 
     def __init__(self, engine, token_bytes, end_tokens=(), special_ids=(), max_queue=1024):
         self.engine, self.vocab_size = engine, engine.model.config.vocab_size
-        bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
+        bytes_of = token_bytes.__getitem__
         self.end_tokens, self.all_texts = end_tokens, WholeTexts(bytes_of)
         self.texts = WholeTexts(lambda token: b'' if token in special_ids else bytes_of(token))
         # {text: id}; a tokenizer may have more of them than the model has rows
@@ -239,14 +239,12 @@ class EngineThread:
 
     def output_of(self, s, given, now):
         """The `Output` of a sequence for what a call has given it, or None if that is nothing."""
-        sample, r, new, text, reason, logprobs = s.owner, s.owner.live.request, [], '', s.ended, None
-        stream = sample.stream
-        if given:
-            new, logits = given.tokens, given.logits
-            if s.prompt_logits and given.first < s.n_prompt - 1 and logits is not None and s.n_drawn == len(new):
-                self.note_prompt(s, given.first, logits)
-            if new and r.logprobs is not None:
-                logprobs = logprobs_of(logits[len(logits) - len(new):], new, r.logprobs)
+        sample, r, text, reason, logprobs = s.owner, s.owner.live.request, '', s.ended, None
+        stream, new, logits = sample.stream, given.tokens, given.logits
+        if s.prompt_logits and given.first < s.n_prompt - 1 and logits is not None and s.n_drawn == len(new):
+            self.note_prompt(s, given.first, logits)
+        if new and r.logprobs is not None:
+            logprobs = logprobs_of(logits[len(logits) - len(new):], new, r.logprobs)
         if new:
             sample.first_time = sample.first_time or now
             is_last = s.ended == 'stop' and not r.include_stop  # the last token is one that ends it

@@ -33,7 +33,7 @@ class AnyPace(Pace):
     def record_plain(self, ns, n_steps):
         pass
 
-    def record_round(self, k, n, n_drawn, ns_draft, ns_chunk, ended=False):
+    def record_round(self, n, n_drawn, ns_draft, ns_chunk, ended=False):
         self.rounds.append((n, n_drawn, ended))
 
 
@@ -74,6 +74,6 @@ def given(engine, requests):
     logits = {s: [] for s in sequences}
     while any(not s.ended for s in sequences):
         for s, drawn in engine.step():
-            if drawn is not None and drawn.logits is not None:
+            if drawn.logits is not None:
                 logits[s].append(drawn.logits)
     return [(s.tokens, s.ended, torch.cat(logits[s]).numpy().tobytes() if logits[s] else b'') for s in sequences]

@@ -289,7 +289,7 @@ def test_constrained_sequences_beside_others(speculate, monkeypatch):
         sequences = [s for prompt, n, how in requests for s in engine.add(prompt, n, **how)]
         while not engine.is_idle:
             with contextlib.suppress(KeyboardInterrupt):
-                drawn = [(s, len(of_s.tokens)) for s, of_s in engine.step() if of_s]
+                drawn = [(s, len(of_s.tokens)) for s, of_s in engine.step()]
                 alone |= {n for s, n in drawn if s.constraint}
                 several += (any(s.constraint for s, _ in drawn) and any(n > 1 for _, n in drawn)
                             and not any(s.constraint for s, n in drawn if n > 1))

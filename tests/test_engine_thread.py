@@ -145,11 +145,22 @@ def test_what_a_request_raises_ends_it_alone(served):
     assert ended(other).reasons == ['length'] and ended(ask(thread, 'b')).reasons == ['length']
 
 
+class Broken(list):
+    """The bytes of tokens, of which one token has none."""
+
+    def __init__(self, token_bytes, broken):
+        super().__init__(token_bytes)
+        self.broken = broken
+
+    def __getitem__(self, token):
+        return super().__getitem__(token) if token != self.broken else 1 / 0
+
+
 def test_what_a_text_raises_ends_its_request_alone():
     """One of its samples raises in the call in which others end; each of them has one end."""
     thread, model = tiny()
     first = [tokens[0] for tokens in finished(thread, 'a', [3, 1], 4, n=3).tokens]
-    thread = thread_of(model, CPUExecutor(model, threads=1), lambda token: BYTES[token] if token != first[2] else 1 / 0)
+    thread = thread_of(model, CPUExecutor(model, threads=1), Broken(BYTES, first[2]))
     got, other = submit(thread, 'a', [3, 1], 4, n=3), submit(thread, 'b', [3, 1], 1)
     run(thread)
     assert [*map(len, got.tokens)] == [4, 4, 0] and got.n_calls == 2

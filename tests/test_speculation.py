@@ -294,7 +294,7 @@ class Machine:
                 while n <= k and self.random.random() < self.share:
                     n += 1
                 ns_draft, ns = k * self.draft, self.chunk(k + 1) * self.random.uniform(.95, 1.05)
-                pace.record_round(k, k, n, ns_draft, ns)
+                pace.record_round(k, n, ns_draft, ns)
                 ns += ns_draft
             self.ns, done = self.ns + ns, done + n
         return self.ns

@@ -114,11 +114,8 @@ def keep_on_disk(function):
     Give a numba function a `SharedCache`: its first use loads its code from disk. If there is none, it compiles the
     function and saves the code; another process that needs the same waits, and loads it then. Returns the function.
     """
-    python = getattr(function, '__wrapped__', None)
-    if python is None:  # NUMBA_DISABLE_JIT
-        return function
     try:
-        function._cache = cache = SharedCache(python)
+        function._cache = cache = SharedCache(function.__wrapped__)
     except (RuntimeError, OSError):  # numba found no folder that it may write to; the sources are not files
         say("compiled code cannot be kept on disk, so each start compiles it again: NUMBA_CACHE_DIR can name a folder "
             "for it")
