@@ -375,15 +375,22 @@ def template_of(default, tool_use):
 
 
 def json_of_pairs(folder):
-    """The tokenizer.json of byte pairs in two files, as GPT-2's were. ValueError if these are damaged."""
+    """
+    The tokenizer.json of byte pairs in the files PAIRS, as GPT-2's were, and of those beside them. ValueError if one is
+    damaged.
+    """
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.models import BPE
     try:
         vocab, merges = BPE.read_file(*[os.path.join(folder, name) for name in PAIRS])
-        library = ByteLevelBPETokenizer(vocab, merges)
     except Exception as e:  # the library raises nothing more special
         raise ValueError(f"{' and '.join(PAIRS)} in {folder} cannot be read ({e}): is the download complete?") from e
-    library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab))
+    added, config, named = (read_downloaded(os.path.join(folder, name + '.json')) for name in (
+        'added_tokens', 'tokenizer_config', 'special_tokens_map'))
+    library = ByteLevelBPETokenizer(vocab, merges, add_prefix_space=bool(config.get('add_prefix_space')))
+    library.add_tokens(sorted(added, key=added.get))
+    library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab) + [
+        text for text in named.get('additional_special_tokens', []) if text in added])
     return library.to_str()
 
 

@@ -41,10 +41,15 @@ def models_and_texts(asked):
     for path in checkpoints.newest_first() or ['out/ckpt.pt']:
         checkpoint = checkpoints.load(path)
         model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
-        data_dir = f"data/{checkpoint.get('config', {}).get('dataset', '')}"
-        text = open_tokens(data_dir, 'val', 0)
+        if 'dataset' not in checkpoint.get('config', {}):
+            raise ValueError(f"{path} names no dataset: give --init_from={os.path.dirname(path)} and --text=FILE,...")
+        data_dir = 'data/' + checkpoint['config']['dataset']
+        text = open_tokens(data_dir, 'val', 0)[:MOST]
+        if text.max() >= model.config.vocab_size:
+            raise ValueError(f"{data_dir}/val.bin has token {text.max()}, and the vocabulary of {path} "
+                             f"{model.config.vocab_size}: prepare the data of this model again")
         print(f"{path} on {data_dir}/val.bin, block_size {model.config.block_size}")
-        yield os.path.dirname(path), model, torch.from_numpy(text[:MOST].astype('int64'))
+        yield os.path.dirname(path), model, torch.from_numpy(text.astype('int64'))
 
 
 @torch.inference_mode()

@@ -148,8 +148,9 @@ class Reader:
                 values += value if type(value) is list else [value]
                 text = text[end:]
             for value in values:
-                given = value.get('arguments', value.get('parameters'))  # some mix the two
-                given = DECODER.decode(given) if type(given) is str else {} if given is None else given
+                both = [value.get(name) for name in ('arguments', 'parameters')]  # some mix the two
+                given = next((each for each in both if each is not None), {})
+                given = DECODER.decode(given) if type(given) is str else given
                 if value['name'] not in self.names or type(given) is not dict:
                     return None
                 arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)

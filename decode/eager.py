@@ -42,7 +42,7 @@ class EagerExecutor:
 
     def hold(self, layers):
         """Let the steps read and write these `kvcache.storage.Layer`s."""
-        self.layers, self.where, self.views = layers, None, ()  # views of the last step, see `side_by_side`
+        self.layers = layers
 
     def execute_model(self, batch):
         """See `decode.cpu.CPUExecutor.execute_model`. Each call is one step."""
@@ -82,10 +82,8 @@ class EagerExecutor:
         n_keys, where = max(lengths), side_by_side(batch)
         if where is None or where[3] < n_keys:
             return None
-        if where != self.where:
-            self.where, self.views = where, [layer.views(*where) for layer in self.layers]
         is_ragged = min(lengths) < n_keys
-        return [LayerView(*views, n_keys, is_ragged) for views in self.views]
+        return [LayerView(*layer.views(*where), n_keys, is_ragged) for layer in self.layers]
 
 
 class UncachedExecutor:

@@ -11,9 +11,11 @@ from tokenizer import ROLES, template_of
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 IDS = 'bos_token_id', 'eos_token_id', 'unknown_token_id', 'padding_token_id'  # of ROLES
 ENDS = 'eos_token_id', 'eot_token_id', 'eom_token_id'
-# special tokens that end a text, whatever a file says, as in llama.cpp
-END_TEXTS = {'<|endoftext|>', '<|end_of_text|>', '<|eot_id|>', '<|eom_id|>', '<|im_end|>', '<|end|>', '<end_of_turn>',
-             '<EOT>', '</s>'}
+# llama.cpp takes tokens of these names for special ones that end a text, whatever a file says
+END_TEXTS = {
+    '<|endoftext|>', '<|end_of_text|>', '<|eot_id|>', '<|eom_id|>', '<|im_end|>', '<|end|>', '<end_of_turn>',
+    '<end_of_utterance>', '<EOT>', '_<EOT>', '[EOT]', '</s>', '<eos>', '<|fim_pad|>', '<fim_pad>', '<|fim_repo|>',
+    '<|repo_name|>', '<reponame>', '<|file_sep|>'}
 LONGEST = 2**10  # characters of a token
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LATER_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -49,6 +51,7 @@ def gguf_tokenizer(fields):
         if any(len(char) != 1 for char in chars):
             raise ValueError("its tokens, of the kind 'rwkv', must be single characters")
         return {'kind': 'char', 'chars': ''.join(chars)}
+    types = [CONTROL if text in END_TEXTS else type for text, type in zip(tokens, types)]
     vocab = {text: i for i, (text, type) in enumerate(zip(tokens, types)) if type != UNUSED}
     ids = {role: given[key] for role, key in zip(ROLES, IDS) if given.get(key) in range(len(tokens))}
     content = byte_pairs(given, vocab) if kind == 'gpt2' else sentencepiece(given, vocab, tokens, ids)
@@ -59,7 +62,7 @@ def gguf_tokenizer(fields):
     around = [ids.get('bos_token') if adds_bos else None, ids.get('eos_token') if given.get('add_eos_token') else None]
     content['post_processor'] = template(around, tokens) if around != [None, None] else None
     ends = [given[key] for key in ENDS if given.get(key) in range(len(tokens))]
-    ends += [i for text, i in vocab.items() if text in END_TEXTS and types[i] == CONTROL]
+    ends += [i for text, i in vocab.items() if text in END_TEXTS]
     state = dict(kind='json', json=json.dumps(content), end_tokens=[*dict.fromkeys(ends)],
                  special_tokens={role: tokens[i] for role, i in ids.items()},
                  file_ids={'config.json': {f'{role}_id': i for role, i in ids.items()}})

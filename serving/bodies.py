@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from chat.tools import MOST_CALLS
+from chat.tools import DECODER, MOST_CALLS
 from serving.api import MOST_MESSAGES, invalid, shown, without_nulls
 
 MOST_LOGPROBS = 20  # tokens besides the drawn one
@@ -250,9 +250,9 @@ def read_arguments(arguments):
     The object that the arguments of a call are: templates take it as such, and the API as JSON in a text. Whatever else
     a model has once written there is an empty one, as in vLLM: the conversation goes on with the error of its tool.
     """
-    with suppress(orjson.JSONDecodeError):
-        arguments = orjson.loads(arguments) if type(arguments) is str else arguments
-        arguments = orjson.loads(arguments) if type(arguments) is str else arguments  # some clients write it twice
+    with suppress(ValueError, RecursionError):
+        arguments = DECODER.decode(arguments) if type(arguments) is str else arguments
+        arguments = DECODER.decode(arguments) if type(arguments) is str else arguments  # some clients write it twice
     return arguments if type(arguments) is dict else {}
 
 

@@ -238,7 +238,8 @@ def make_app(service, loaded=lambda: None):
     if service.origins:
         app = CORSMiddleware(app, allow_origins=service.origins, allow_methods=['GET', 'POST'], allow_headers=['*'],
                              expose_headers=['retry-after', 'x-request-id'],
-                             allow_private_network='*' not in service.origins)  # a site of the internet that is named
+                             # asked for before a page of a public site may reach a private address
+                             allow_private_network='*' not in service.origins)
     return app
 
 

@@ -40,6 +40,7 @@ import tokenizer as tokenizers
 from decode.weights import PackedWeights
 from engine import Engine
 from formats.from_gguf import GGUFFile
+from formats.gguf_tokenizer import END_TEXTS
 from formats.huggingface import huggingface_weights
 from model import GPT, GPTConfig
 from tokenizer import byte_level_alphabet
@@ -323,13 +324,17 @@ def test_texts_end_at_what_llama_cpp_ends_them_and_tools_have_a_template(tmp_pat
         'tokenizer.chat_template.tool_use': '{{ tools | tojson }}\n'})
     assert ours.end_tokens == (2, 4, 1, 3) and ours.chat_template.render([]) == 'plain'
     assert ours.chat_template.render([], tools=['x']) == '["x"]'
-    ours = write_with_tokenizer(path, json_tokenizer(TEXT, 300, names), {
-        'tokenizer.ggml.pre': 'gpt-2', 'tokenizer.ggml.eos_token_id': 2, 'tokenizer.ggml.eot_token_id': None})
+    others = {'<|fim_pad|>', '<|fim_repo|>', '<|repo_name|>'}  # llama.cpp takes one of each kind
+    names = ['<|im_start|>', *sorted(END_TEXTS - others)]
+    types = ([3] + [1, 3, 4] * 9)[:len(names)] + [1] * 284  # of any type
+    ours = write_with_tokenizer(path, json_tokenizer(TEXT, 280 + len(names), names), {
+        'tokenizer.ggml.pre': 'gpt-2', 'tokenizer.ggml.eos_token_id': 2, 'tokenizer.ggml.eot_token_id': None,
+        'tokenizer.ggml.token_type': types})
     library = pytest.importorskip('llama_cpp', reason="llama-cpp-python is not installed")
     theirs = llama(path)
     vocab = library.llama_model_get_vocab(theirs.model)
     ends = {i for i in range(ours.vocab_size) if library.llama_vocab_is_eog(vocab, i)}
-    assert ends == {*ours.end_tokens} == {1, 2, 3}
+    assert ends == {*ours.end_tokens} == {*range(1, len(names))} <= ours.special_ids
 
 
 # the scripts

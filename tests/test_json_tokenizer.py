@@ -98,21 +98,25 @@ def test_where_a_folder_has_its_tokenizer(tmp_path):
     assert kind() == 'char'
 
 
-@pytest.mark.parametrize('end', ['<|endoftext|>', '<end>'])
-def test_byte_pairs_in_two_files_are_those_of_transformers(tmp_path, end):
+@pytest.mark.parametrize('end, prefix', [('<|endoftext|>', False), ('<end>', False), ('<|endoftext|>', True)])
+def test_byte_pairs_in_two_files_are_those_of_transformers(tmp_path, end, prefix):
     """As GPT-2's were, and those of many models after it. Without them the tokens would be GPT-2's own."""
     transformers = pytest.importorskip('transformers', reason="transformers is not installed")
     model, config = json.loads(json_tokenizer(TEXT).json)['model'], dict(model_type='gpt2', eos_token_id=0)
     vocab = {end if text == '<|endoftext|>' else text: i for text, i in model['vocab'].items()}
-    for name, content in dict(vocab=vocab, config=config, tokenizer_config=dict(eos_token=end)).items():
+    files = dict(vocab=vocab, config=config, tokenizer_config=dict(eos_token=end, add_prefix_space=prefix))
+    if prefix:
+        files |= dict(added_tokens={'<|bot|>': 301, '<|user|>': 300},
+                      special_tokens_map=dict(eos_token=end, additional_special_tokens=['<|bot|>']))
+    for name, content in files.items():
         (tmp_path / f'{name}.json').write_text(json.dumps(content))
     merges = ['#version: 0.2', *(' '.join(pair) for pair in model['merges'])]
     (tmp_path / 'merges.txt').write_text('\n'.join(merges) + '\n', encoding='utf-8')
     ours = tokenizers.from_state(tokenizers.state_of_dataset(tmp_path))
     theirs = transformers.GPT2Tokenizer.from_pretrained(tmp_path)
-    for text in (TEXT, f'Hé {end}x', " it's\n\n 12 ", ''):
-        assert ours.encode(text) == theirs(text)['input_ids'] and ours.decode(ours.encode(text)) == text
-    assert ours.end_tokens == (0,) and ours.special_ids == {0}
+    for text in (TEXT, f'Hé {end}x', " it's\n\n 12 ", '', '<|user|>the <|bot|>x'):
+        assert ours.encode(text) == theirs(text)['input_ids'] and (prefix or ours.decode(ours.encode(text)) == text)
+    assert ours.end_tokens == (0,) and ours.special_ids == ({0, 301} if prefix else {0})
     (tmp_path / 'merges.txt').write_text('a b c d\n')
     with pytest.raises(ValueError, match='vocab.json and merges.txt in .* cannot be read'):
         tokenizers.state_of_dataset(tmp_path)

@@ -2,7 +2,6 @@
 import gc
 import itertools
 import math
-import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +18,7 @@ import decode
 from decode.cpu import CPUExecutor
 from decode.drafts import Ngrams
 from decode.draw import DrawSettings
+from decode.eager import EagerExecutor
 from decode.kernel.threads import n_cores
 from decode.speculative import DRAFTED_SEQUENCES, Drafting, Pace
 from engine import Engine, Sequence
@@ -67,14 +67,19 @@ def test_sequences_are_given_what_they_are_given_without_drafts(number, kind, dr
     assert len(rounds()) > 30 and (draft == 'ngram' or any(n for n, _, _ in rounds()))
 
 
-def test_an_engine_that_is_gone_keeps_no_keys_and_values():
-    executor = Drafting(CPUExecutor(model_of('rope'), threads=1), 'int4')
-    engine = Engine(executor.model, executor)
-    executor.draft.pack()  # it holds the slots of the target too
-    stored = weakref.ref(engine.layers[0].k.data)
+@pytest.mark.parametrize('is_drafted', [True, False])
+def test_an_engine_that_is_gone_keeps_no_keys_and_values(is_drafted):
+    m = model_of('rope')
+    executor = Drafting(CPUExecutor(m, threads=1), 'int4') if is_drafted else EagerExecutor(m)
+    engine = Engine(m, executor)
+    if is_drafted:
+        executor.draft.pack()  # it holds the slots of the target too
+    engine.generate([[1, 2]], 3)
+    address = engine.layers[0].k.data.untyped_storage().data_ptr()
     del engine
     gc.collect()
-    assert stored() is None and not executor.layers
+    kept = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.untyped_storage().data_ptr() == address]
+    assert not kept and not executor.layers
 
 
 @pytest.mark.parametrize('kind', ['float32', 'model'])

@@ -221,7 +221,7 @@ time.sleep(0.3)
 
 
 @pytest.mark.skipif(n_cores() < 2, reason="one core")
-def test_a_thread_that_cannot_start_is_waited_for_once(monkeypatch):
+def test_a_thread_that_cannot_start_is_asked_for_once(monkeypatch):
     """Where the system allows a process no more threads, steps are the caller's, and wait for nobody."""
     none, asked = Workers(lambda *_: 0), []
 

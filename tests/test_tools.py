@@ -176,7 +176,7 @@ def test_calls_without_tags(written, n):
 @pytest.mark.parametrize('written, arguments', [
     ('{"name": "add", "arguments": {"a": "x\ny\t"}}', dict(a='x\ny\t')),  # line breaks in a text, as models write code
     ('{"name": "add", "arguments": "{\\"a\\": 1}"}', dict(a=1)), ('{"name": "add", "arguments": null}', {}),
-    ('{"name": "add"}', {})])
+    ('{"name": "add"}', {}), ('{"name": "add", "arguments": null, "parameters": {"a": 1}}', dict(a=1))])
 def test_calls_as_models_write_them(written, arguments):
     for form in HERMES, LLAMA:
         assert read(form, form.opens + written + form.closes, [20])[1] == [('add', arguments)]
@@ -254,7 +254,7 @@ def test_the_openai_client_reads_calls_and_sends_them_back(saying, name, paralle
 
 
 @pytest.mark.parametrize('given, expected', [
-    ('{"a": 1}', dict(a=1)), ('"{\\"a\\": 1}"', dict(a=1)), (dict(a=1), dict(a=1)),
+    ('{"a": "\n"}', dict(a='\n')), ('"{\\"a\\": 1}"', dict(a=1)), (dict(a=1), dict(a=1)),
     *((broken, {}) for broken in ('{"a": "x', 'null', '[]', '3', ' ', '', None))])
 def test_a_conversation_goes_on_whatever_a_model_once_wrote(saying, given, expected):
     """Arguments that are no object are empty ones, and a tool may say nothing."""

@@ -210,7 +210,7 @@ class Workers:
     def ready(self, n_threads):
         """
         How many threads can share a step, the caller's included, n_threads at most. Starts those that are missing, and
-        waits up to a second for them.
+        waits up to a second for them. After the system has refused one, no more are started.
         """
         n_threads = min(n_threads, self.most)
         if self.stopped or n_threads == 1:
