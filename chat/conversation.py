@@ -12,7 +12,8 @@ HELP = """/help           these lines
 /clear          forget what was said
 /system TEXT    tell the model TEXT before everything that is said; without TEXT: nothing
 /exit           end the conversation, as Ctrl-D does
-Lines that are pasted together are one message. Arrow keys edit it and bring back earlier ones. Ctrl-C ends an answer.
+Lines that are pasted together are one message, and Ctrl-V Ctrl-J begins a line. Arrow keys edit it and bring back
+earlier ones. Ctrl-C ends an answer.
 """
 
 
@@ -126,8 +127,10 @@ def talk(conversation, max_new_tokens, first=()):
             return
         if command == '/clear':
             c.messages = []
+            print("[what was said is forgotten]", file=sys.stderr)
         elif command == '/system':
             c.system = rest.strip()
+            print(f"[the system message is now: {c.system}]" if c.system else "[no system message]", file=sys.stderr)
         elif command == '/help':
             print(HELP, end='', file=sys.stderr)
         elif re.fullmatch('/[a-z]+', command):
@@ -147,6 +150,7 @@ def talk(conversation, max_new_tokens, first=()):
                 signal.signal(signal.SIGINT, before)
                 if restore:
                     restore()
+                    print('\033[?2004l', end='', flush=True)
             print(flush=True)
             if c.cut:
                 print(f"[the answer was cut {c.cut}]", file=sys.stderr)

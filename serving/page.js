@@ -35,7 +35,8 @@ async function ask(path, options = {}) {
   if (response.ok) return response
   if (response.status === 401) $('key-field').hidden = false
   const error = (await response.json().catch(() => null))?.error
-  throw Object.assign(new Error(error?.message ?? `The server failed with status ${response.status}: send it later.`),
+  if (error?.param === 'max_tokens') $('settings').open = true
+  throw Object.assign(new Error(error?.message?.replaceAll('max_tokens', 'Tokens') ?? `The server failed with status ${response.status}: send it later.`),
                       {code: error?.code})
 }
 
@@ -62,12 +63,16 @@ function tell(message = '') {
 // Markdown. HTML in it is text, and an image is a link: the page asks nobody but its server.
 
 const PART = 20000  // characters that are read as Markdown at a time; where one block has more, all behind it is text
-const UNSURE = /\n[-=`~*_#>|:+ \t]*$/  // a last line that may become the beginning or the end of something
+const UNSURE = /\n([-=`~*_#>|:+ \t]*|[ \t]*\d{1,9}[.)]?[ \t]*)$/  // a last line that may begin or end something
 const markdown = new marked.Marked({
   breaks: true,
   tokenizer: {
     html() {},
     tag(text) { return /^<br *\/?>/i.test(text) ? {type: 'br', raw: text.slice(0, text.indexOf('>') + 1)} : undefined },
+    escape(text) {  // mathematics stay as they were written
+      const [raw] = /^\\[()[\],;]/.exec(text) ?? []
+      return raw ? {type: 'text', raw, text: raw} : false
+    },
     def() {},  // of a link: what is shown of a block would depend on the blocks behind it
     emStrong(text, paragraph) { return paragraph.length > 4000 ? undefined : false }  // the time grows with its square
   },
@@ -104,6 +109,7 @@ function elementsOf(blocks) {
     pre.replaceWith(box)
     box.append(Object.assign(pre, {ariaLabel: 'Code', ...wide}))
   }
+  for (const block of made.children) if (!block.matches('.code')) block.dir = 'auto'  // Arabic and Hebrew begin right
   return made
 }
 
@@ -343,7 +349,7 @@ class Turn {  // repeats: how often this message was sent again, each time with 
     this.answer.buttons.before(this.found)
     this.answer.buttons.append(button('Repeat', () => say(message, i, this.repeats + 1)))
     this.element = make('div', {className: 'turn'}, make('div', {className: 'asked'},
-      make('pre', {textContent: message, ariaLabel: `Message ${i + 1}`}), this.edit), this.answer.element)
+      make('pre', {textContent: message, ariaLabel: `Message ${i + 1}`, dir: 'auto'}), this.edit), this.answer.element)
   }
   show({prompt_tokens: n, prompt_tokens_details: {cached_tokens: cached}}) {
     this.found.textContent = `${number(cached)} of ${number(n)} prompt tokens found`

@@ -517,6 +517,12 @@ A second line.
 
 ---
 
+1. in a list
+
+2. with blank lines
+
+3. of one kind
+
 ```python
 def f(x):
     return x < 1 & True
@@ -611,7 +617,7 @@ def test_hostile_markdown_is_text(chat):
         return [all.map(e => e.localName), all.flatMap(e => e.getAttributeNames()),
                 [...text.querySelectorAll('[href]')].map(a => a.href), text.textContent]""")
     assert {*elements} <= {*'p br a code pre div span button table thead tbody tr th td'.split()}
-    assert {*names} <= {*'class href target rel type tabindex role aria-label'.split()}
+    assert {*names} <= {*'class href target rel type tabindex role aria-label dir'.split()}
     assert links and all(each.startswith('https://example.org/') for each in links)
     assert all(each in text for each in ('<script>hacked = 1<', '<img src=x onerror=', '<style>body', '<meta', '[i]: '))
     refused = chat.browser.execute_async_script("""
