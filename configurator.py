@@ -49,6 +49,9 @@ def run(main):
     Errors that a user can cause (ValueError, a file that cannot be read or written, too little memory) end the script
     with one line on stderr and exit code 2. Ctrl-C ends it with exit code 130. Under torchrun only process 0 prints.
     """
+    for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
+        if getattr(sys, name) is None:  # it was closed, as under some service managers
+            setattr(sys, name, open(os.devnull, mode))
     with suppress(AttributeError, OSError):  # where it is another object, or a file of another kind
         sys.stdout.reconfigure(errors='replace')  # characters that its encoding lacks become ?
     namespace = main.__globals__

@@ -190,12 +190,12 @@ class JSONTokenizer(Tokenizer):
         The ids of the text, after a BOS token if the tokenizer adds one. The name of a special token, such as
         <|endoftext|>, becomes that token. Other threads run meanwhile. ValueError if the model has no row for one.
         """
-        return self.encoding(text, add_special_tokens).ids
+        return self.encoding(text, add_special_tokens, self.library.encode_batch_fast).ids
 
-    def encoding(self, text, add_special_tokens=True):
+    def encoding(self, text, add_special_tokens=True, encode=None):
         """The same as an Encoding of the library, which has ids, and offsets: the characters of each."""
-        try:  # encode of the library holds Python's lock, encode_batch does not
-            encoding, = self.library.encode_batch([text], add_special_tokens=add_special_tokens)
+        try:  # encode of the library holds Python's lock, encode_batch does not; encode_batch_fast leaves out offsets
+            encoding, = (encode or self.library.encode_batch)([text], add_special_tokens=add_special_tokens)
         except TypeError:  # of the library, which takes no lone surrogates
             raise ValueError("characters that are no Unicode (lone surrogates): leave them out") from None
         if self.vocab_size > self.n_rows and (last := max(encoding.ids, default=0)) >= self.n_rows:

@@ -90,6 +90,9 @@ def encoded(model, tokenizer, context, continuation):
     if not n:
         raise ValueError("a question must not be empty, since its choices are scored after it: leave the line out")
     before, behind = whole[:n], whole[n:]
+    if len(behind) > model.config.block_size:
+        raise ValueError(f"the choice {continuation[:40]!r} has {len(behind):,} tokens, and the model's context "
+                         f"{model.config.block_size:,}: leave its question out")
     return before[-max(1, model.config.block_size + 1 - len(behind)):], behind
 
 

@@ -1,6 +1,7 @@
 """What a model is trained on in a conversation: the tokens that the assistant has said."""
 import json
 import re
+from itertools import zip_longest
 
 import numpy as np
 
@@ -39,7 +40,8 @@ def scored_tokens(tokenizer, messages):
     The tokens of a conversation, (n,), and which of them are scored, bool (n,): what the assistant says, and the token
     that ends it. The chat template may mark these by {% generation %}, as for transformers. Otherwise an answer begins
     where the prompt for it ends, and ends with the first end token. ValueError if the template does not show where an
-    answer is, or does not take the conversation.
+    answer is, or does not take the conversation. An answer whose message has weight 0 is not scored, as in OpenAI's
+    format.
     """
     template, spans = tokenizer.chat_template, []
     text = template.render(messages, add_generation_prompt=False, answer_begins=BEGIN, answer_ends=END)
@@ -54,10 +56,14 @@ def scored_tokens(tokenizer, messages):
         before = template.render(messages[:i])
         stops = np.flatnonzero(np.isin(ids, tokenizer.end_tokens) & (starts >= len(before)))
         if not text.startswith(before) or not len(stops):
-            raise ValueError(f"the chat template does not show where message {i + 1} begins and ends: put "
-                             "{% generation %} and {% endgeneration %} around it")
+            raise ValueError(f"the chat template does not show where message {i + 1}, of the assistant, begins and "
+                             "ends: let it follow a message of the user, or put {% generation %} and "
+                             "{% endgeneration %} around it in the template")
         spans.append((len(before), ends[stops[0]]))
+    weights = [message.get('weight', 1) for message in messages if message['role'] == 'assistant']
+    if len(weights) != len(spans) and not all(weights):
+        raise ValueError(f"the chat template shows {len(spans)} answers of {len(weights)}: leave weight out")
     scored = np.zeros(len(ids), bool)
-    for start, end in spans:
-        scored |= (ends > start) & (starts < end)
+    for (start, end), weight in zip_longest(spans, weights[:len(spans)], fillvalue=1):
+        scored |= (ends > start) & (starts < end) & (weight > 0)
     return ids, scored

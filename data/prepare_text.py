@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pydoc_data.topics
+import signal
 import sys
 from contextlib import suppress
 
@@ -113,9 +114,12 @@ def tokenizer_for(texts, name, vocab_size):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     library = Tokenizer(models.BPE())
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    print(f"training a tokenizer of {vocab_size:,} tokens", file=sys.stderr)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C would wait for the library; nothing is written yet
     library.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[tokenizers.END_OF_TEXT], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    signal.signal(signal.SIGINT, before)
     return tokenizers.JSONTokenizer(library.to_str())
 
 

@@ -17,14 +17,15 @@ TRAIN = [  # settings, what the line has to say
     ('--device=cuda:99', 'cuda:99 was asked for'),
     ('--device=tpu', 'device must be auto'),
     ('--dtype=int8', 'dtype must be auto'),
-    ('--dataset=nowhere', 'no data/nowhere/train.bin: run python data/nowhere/prepare.py'),
+    ('--dataset=nowhere', 'no data/nowhere/train.bin, and no data/nowhere/prepare.py to make it'),
+    ('--beta1=2.0', 'beta1 must be from 0 to 1, not 2.0'), ('--out_dir=', "out_dir must be a folder, not ''"),
     ('--block_size=100000', 'prepare more text or lower block_size'),
     ('--init_from=resume --out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt'),
     ('--init_from=resume --out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
     ('--init_from=resume --out_dir=weightsonly', 'no optimizer state'),
     ('--dataset=openwebtext --n_layer=300 --n_embd=1536', 'no data/openwebtext/train.bin'),  # before a model is built
     ('--init_from=gpt3', 'neither gpt2, gpt2-medium'),
-    ('--out_dir=train.py', 'File exists'),
+    ('--out_dir=train.py', "out_dir must be a folder, not 'train.py'"),
     ('--wandb_log=True', 'pip install wandb'),
 ]
 SAMPLE = [
@@ -41,7 +42,7 @@ SAMPLE = [
 SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--start=', 'the prompt is empty'),
     ('--split=lines', 'the prompt is empty'),
-    ('--split=words', 'split must be lines'),
+    ('--split=words', 'split must be lines'), ('--system=x', 'are of a conversation: add --chat'),
     ('--start=FILE:nowhere.txt', 'nowhere.txt'),
     ('--start=FILE:binary.txt', 'binary.txt is not UTF-8'),
     ('--temperature=-1.0', 'temperature must be 0 (greedy) or positive'),

@@ -76,8 +76,22 @@ def test_without_marks_an_answer_goes_up_to_its_end_token():
     made = chat_tokenizer(TEXTS)
     hidden = with_template(made, "{% for m in messages[-2:] %}{{ m.content }}<|im_end|>{% endfor %}")
     for template in (hidden, with_template(made, "{% for m in messages %}{{ m.content }}{% endfor %}")):
-        with pytest.raises(ValueError, match=r'does not show where message \d begins and ends: put {% generation %}'):
+        with pytest.raises(ValueError, match=r'does not show where message \d, of the assistant, begins and ends'):
             scored_tokens(template, [dict(role=role, content='ab') for role in ('user', 'assistant', 'user') * 2])
+
+
+def test_an_answer_of_weight_0_is_read_and_not_scored():
+    """Where the template marks answers, and where it does not. One that marks others cannot say which these are."""
+    made = chat_tokenizer(TEXTS)
+    said = [dict(role='user', content='Hi'), dict(role='assistant', content='the house', weight=0),
+            dict(role='user', content='and'), dict(role='assistant', content='a mouse', weight=1)]
+    for tokenizer in made, answers.chat_tokenizer(JSONTokenizer(made.json)):
+        ids, scored = scored_tokens(tokenizer, said)
+        assert 'the house' in tokenizer.decode(ids) and 'a mouse' in tokenizer.decode(ids[scored])
+        assert 'house' not in tokenizer.decode(ids[scored])
+    twice = with_template(made, '{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}')
+    with pytest.raises(ValueError, match='shows 4 answers of 2: leave weight out'):
+        scored_tokens(twice, said)
 
 
 def test_a_model_without_a_template_gets_the_plain_one(monkeypatch):
@@ -246,6 +260,9 @@ HI = dict(role='user', content='Hi')
     ('{"messages": [{"role": "user", "content": ["Hi"]}]}', 'must be'),
     (json.dumps(dict(messages=[HI])), 'my.jsonl, line 1: the assistant says nothing'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content='\ud800')])), 'line 1: characters'),
+    (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=' ')])), 'message 2, of the assistant, is empty'),
+    (json.dumps(dict(messages=[HI, dict(role='assistant', content='', tool_calls=[{}])])), 'message 2 calls tools'),
+    (json.dumps(dict(messages=[HI, dict(HI, role='assistant')], held_out='false')), 'must be'),
     ((json.dumps(dict(messages=[HI, dict(HI, role='assistant')])) + '\n') * 3, '3 conversations to train on and 0')])
 def test_what_is_no_conversation_is_one_line(repo, text, says):
     if not (repo / 'data' / 'shakespeare' / 'tokenizer.json').exists():

@@ -168,3 +168,14 @@ def test_a_terminal_that_lacks_characters_gets_others(tmp_path):
         done = subprocess.run([sys.executable, str(tmp_path / 'script.py')], capture_output=True,
                               env=os.environ | dict(PYTHONIOENCODING=encoding, PYTHONPATH=ROOT))
         assert (done.returncode, done.stdout, done.stderr) == (0, said, b'')
+
+
+@pytest.mark.skipif(os.name != 'posix', reason="a shell of POSIX closes them")
+def test_streams_that_are_closed_are_files_that_nobody_reads(tmp_path):
+    """As service managers close them."""
+    (tmp_path / 'script.py').write_text("import configurator\nimport sys\nn = 1\n\n\ndef main(config):\n"
+                                        "    print(sys.stdin.isatty(), n)\n\n\nconfigurator.run(main)\n")
+    for closed in '<&- >&-', '2>&-':
+        done = subprocess.run(f'{sys.executable} script.py {closed}', shell=True, capture_output=True, cwd=tmp_path,
+                              env=os.environ | dict(PYTHONPATH=ROOT))
+        assert (done.returncode, done.stderr) == (0, b'')

@@ -41,7 +41,7 @@ def test_resume_is_exact(repo, settings):
     assert [[r[c] for c in columns] for r in log(repo / 'a')] == [[r[c] for c in columns] for r in log(repo / 'b')]
 
 
-@pytest.mark.parametrize('signum', sizes([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
+@pytest.mark.parametrize('signum', sizes([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
 def test_a_signal_saves_says_where_and_the_run_goes_on_exactly(repo, signum):
     """Twice: the first state is ckpt.pt, as there is none, and the second one ckpt_last.pt."""
     for name, more in (('ckpt.pt', ()), ('ckpt_last.pt', ('--init_from=resume',))):
@@ -83,9 +83,10 @@ def handled(monkeypatch):
 
 
 @pytest.mark.parametrize('at_entry, expected', [
-    (signal.SIG_IGN, [signal.SIGTERM]), (signal.default_int_handler, [signal.SIGTERM, signal.SIGINT])])
-def test_a_sigint_that_is_ignored_at_entry_stays_so(handled, monkeypatch, at_entry, expected):
-    monkeypatch.setattr(stopping.signal, 'getsignal', {signal.SIGINT: at_entry}.get)
+    (signal.SIG_IGN, []), (signal.SIG_DFL, [signal.SIGINT, signal.SIGHUP])])
+def test_a_signal_that_is_ignored_at_entry_stays_so(handled, monkeypatch, at_entry, expected):
+    expected = [signal.SIGTERM, *expected]
+    monkeypatch.setattr(stopping.signal, 'getsignal', lambda number: at_entry)
     stopping.StopRequest()
     assert handled == expected
 
@@ -99,6 +100,7 @@ def test_a_second_signal_ends_the_process_unless_torchrun_sends_it(handled, monk
     request.asked = True
     request.ask(signal.SIGINT, None)
     assert 'SIGINT: stopping after this iteration' in capsys.readouterr().err
+    request.ask(signal.SIGHUP, None)  # of which a shell sends one more
     with nullcontext() if under_torchrun else pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         request.ask(signal.SIGTERM, None)
 

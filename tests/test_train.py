@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -245,6 +246,24 @@ def test_the_curves_are_a_picture(trained, tmp_path):
     log.close()
     picture = (tmp_path / 'loss.png').read_bytes()
     assert picture.startswith(b'\x89PNG') and len(picture) > 9000
+
+
+def test_a_run_goes_on_without_a_log_that_cannot_be_written_and_stops_without_stdout(tmp_path, capsys):
+    def full(*_):
+        raise OSError(28, 'No space left on device')
+    log = Log(SimpleNamespace(asked=False))
+    log.open_files(str(tmp_path), 0, 9)
+    log.file.close()
+    log.file = SimpleNamespace(name='log.csv', write=full, close=full)
+    for _ in range(2):
+        log.row(iter=1, lr=0.1)
+    said = "log.csv cannot be written (No space left on device), and the run goes on without it\n"
+    assert capsys.readouterr().out == said
+    with open(tmp_path / 'stdout', 'w') as f:
+        log.stream = SimpleNamespace(write=full, flush=full, fileno=f.fileno)
+        log.say('a')
+        log.say('b')
+    assert log.stop.asked and capsys.readouterr().err.endswith('b\n')
 
 
 def test_slow_iterations_are_said_once_on_stderr(capsys):

@@ -90,7 +90,9 @@ def open_tokens(folder, split, block_size):
     named = tokenizers.read_meta(folder).get('dtype')
     dtype = np.dtype(named or 'uint16')
     if not os.path.isfile(path):
-        raise ValueError(f"no {path}: run python {os.path.join(folder, 'prepare.py')}")
+        script = os.path.join(folder, 'prepare.py')
+        raise ValueError(f"no {path}: run python {script}" if os.path.exists(script) else
+                         f"no {path}, and no {script} to make it: name a folder of data/ as the dataset")
     check_dtype(path, named)
     n_bytes = os.path.getsize(path)
     if n_bytes % dtype.itemsize or n_bytes // dtype.itemsize <= block_size:

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -69,15 +70,15 @@ class Log:
 
     def say(self, text):
         """
-        Print a line, above the progress bar if there is one. If the reader of stdout has gone (a closed pipe), the run
-        is asked to stop, and all later lines go to stderr.
+        Print a line, above the progress bar if there is one. If stdout cannot be written (its reader or its terminal
+        has gone, or its disk is full), the run is asked to stop, so that it saves, and all later lines go to stderr.
         """
         if self.silent:
             return
         try:
             with tqdm.external_write_mode():
                 print(text, file=self.stream, flush=True)
-        except BrokenPipeError:  # of stderr too, where it had the same reader: the run can still save
+        except OSError:  # of stderr too, where it was the same: the run can still save
             configurator.silence(self.stream)
             self.stop.asked, self.stream = True, sys.stderr
 
@@ -122,11 +123,17 @@ class Log:
                       file=sys.stderr, flush=True)
 
     def row(self, **values):
-        """Add a row to log.csv. values: of some of COLUMNS."""
+        """Add a row to log.csv. values: of some of COLUMNS. A run whose log.csv cannot be written goes on without."""
         if self.file is not None:
             self.rows.append({name: x if isinstance(x, int) else f'{x:.6g}' for name, x in values.items()})
-            csv.DictWriter(self.file, COLUMNS, restval='').writerow(self.rows[-1])
-            self.file.flush()
+            try:
+                csv.DictWriter(self.file, COLUMNS, restval='').writerow(self.rows[-1])
+                self.file.flush()
+            except OSError as e:
+                self.say(f"{self.file.name} cannot be written ({e.strerror}), and the run goes on without it")
+                with suppress(OSError):
+                    self.file.close()
+                self.file = None
 
     def save_picture(self, last, seconds=60.0):
         """

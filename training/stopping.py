@@ -1,7 +1,8 @@
-"""How a training run is asked to stop: by Ctrl-C or SIGTERM."""
+"""How a training run is asked to stop: by Ctrl-C, by SIGTERM, or by the end of its terminal."""
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -11,30 +12,35 @@ import configurator
 
 class StopRequest:
     """
-    Ctrl-C or SIGTERM. The first one sets `asked`, and the loop stops where it can save. The second one ends the
-    process. Under torchrun it is ignored: torchrun forwards the signals that it gets to its workers, so that each gets
-    two of one Ctrl-C in a terminal, and it ends workers that do not stop in time.
+    Ctrl-C, SIGTERM, or SIGHUP where a terminal or a connection has ended. The first one sets `asked`, and the loop
+    stops where it can save. The second one ends the process, but for SIGHUP, of which a shell sends another. Under
+    torchrun it is ignored: torchrun forwards the signals that it gets to its workers, so that each gets two of one
+    Ctrl-C in a terminal, and it ends workers that do not stop in time.
 
-    A SIGINT that is ignored when the process starts stays ignored: shells start background jobs that way.
+    A SIGINT or SIGHUP that is ignored when the process starts stays ignored: shells start background jobs that way, and
+    so does nohup.
     """
 
     def __init__(self):
         self.asked = self.signalled = False
         signal.signal(signal.SIGTERM, self.ask)
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self.ask)
+        for number in (signal.SIGINT, getattr(signal, 'SIGHUP', signal.SIGINT)):  # Windows has no SIGHUP
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.ask)
 
     def ask(self, signum, frame):
         """The signal handler."""
         under_torchrun = 'TORCHELASTIC_RUN_ID' in os.environ
         if self.signalled:
-            if not under_torchrun:
+            if not under_torchrun and signal.Signals(signum).name != 'SIGHUP':
                 os._exit(128 + signum)
             return
         self.asked = self.signalled = True  # asked may be true before: the reader of stdout has gone
         if configurator.rank() == 0:
             again = '' if under_torchrun else ' (again to stop at once)'
-            print(f"\n{signal.Signals(signum).name}: stopping after this iteration{again}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # the terminal may be gone
+                print(f"\n{signal.Signals(signum).name}: stopping after this iteration{again}", file=sys.stderr,
+                      flush=True)
 
     def agreed(self, world_size, device):
         """

@@ -7,7 +7,8 @@ where a conversation begins), meta.json and the tokenizer's files in this folder
     python data/chat/prepare.py --input=a.jsonl,b.jsonl      others
 
 A line of a file is a conversation in OpenAI's format: {"messages": [{"role": "user", "content": "Hello"}, ...]}. Those
-with "held_out": true are for validation; if there are none, every tenth one is.
+with "held_out": true are for validation; if there are none, every tenth one is. An answer with "weight": 0 is read, and
+not scored.
 """
 import os
 import sys
@@ -38,6 +39,7 @@ def main(config):
     for i, (where, line) in enumerate(found):
         is_held_out = line.get('held_out') if has_held_out else i % 10 == 9
         try:
+            check_answers(line['messages'])
             ids, scored = scored_tokens(made, line['messages'])
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from e
@@ -58,9 +60,20 @@ def main(config):
               f"scored; the longest has {max(len(ids) for ids, _ in rows):,}")
 
 
+def check_answers(messages):
+    """ValueError for an answer that a model would learn as an empty one."""
+    for i, message in enumerate(messages):
+        if message['role'] == 'assistant':
+            if message.get('tool_calls') or message.get('function_call'):
+                raise ValueError(f"message {i + 1} calls tools, and texts alone are trained here: leave the line out")
+            if not message['content'].strip():
+                raise ValueError(f"message {i + 1}, of the assistant, is empty: leave it out")
+
+
 def is_conversation(line):
     messages = line['messages']
-    return messages and all(isinstance(m['role'], str) and isinstance(m['content'], str) for m in messages)
+    return isinstance(line.get('held_out', False), bool) and messages and all(
+        isinstance(m['role'], str) and isinstance(m['content'], str) for m in messages)
 
 
 if __name__ == '__main__':
