@@ -388,9 +388,16 @@ def json_of_pairs(folder):
     added, config, named = (read_downloaded(os.path.join(folder, name + '.json')) for name in (
         'added_tokens', 'tokenizer_config', 'special_tokens_map'))
     library = ByteLevelBPETokenizer(vocab, merges, add_prefix_space=bool(config.get('add_prefix_space')))
+    special = named.get('additional_special_tokens') or []
+    special = [token.get('content') if isinstance(token, dict) else token for token in special]
+    if not are_ids([*added.values()]):
+        raise ValueError(f"{folder}/added_tokens.json must name ids, not {str(added)[:50]}")
     library.add_tokens(sorted(added, key=added.get))
-    library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab) + [
-        text for text in named.get('additional_special_tokens', []) if text in added])
+    library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab) + [text for text in added if text in special])
+    for text, i in added.items():
+        if library.token_to_id(text) != i:
+            raise ValueError(f"{folder}/added_tokens.json: the id of {text!r} must be {library.token_to_id(text)}, the "
+                             f"next one of the vocabulary, not {i!r}")
     return library.to_str()
 
 

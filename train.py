@@ -6,7 +6,8 @@ Train a GPT: from scratch, from GPT-2's weights, or on from where a run stopped.
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py --parallel=fsdp
 
-Ctrl-C and SIGTERM save and stop; a second one stops at once. out_dir gets ckpt.pt, ckpt_last.pt, log.csv and loss.png.
+Ctrl-C, SIGTERM and a terminal that closes save and stop; a second Ctrl-C or SIGTERM stops at once. out_dir gets
+ckpt.pt, ckpt_last.pt, log.csv and loss.png.
 """
 import configurator  # isort: skip
 

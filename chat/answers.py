@@ -60,7 +60,10 @@ def scored_tokens(tokenizer, messages):
                              "ends: let it follow a message of the user, or put {% generation %} and "
                              "{% endgeneration %} around it in the template")
         spans.append((len(before), ends[stops[0]]))
-    weights = [message.get('weight', 1) for message in messages if message['role'] == 'assistant']
+    weights = [message.get('weight') for message in messages if message['role'] == 'assistant']
+    weights = [1 if weight is None else weight for weight in weights]
+    if wrong := [weight for weight in weights if weight not in (0, 1)]:
+        raise ValueError(f"the weight of a message must be 0 or 1, not {wrong[0]!r:.40}")
     if len(weights) != len(spans) and not all(weights):
         raise ValueError(f"the chat template shows {len(spans)} answers of {len(weights)}: leave weight out")
     scored = np.zeros(len(ids), bool)

@@ -115,11 +115,13 @@ def tokenizer_for(texts, name, vocab_size):
     library = Tokenizer(models.BPE())
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     print(f"training a tokenizer of {vocab_size:,} tokens", file=sys.stderr)
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C would wait for the library; nothing is written yet
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Ctrl-C would wait for the library
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     library.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[tokenizers.END_OF_TEXT], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
-    signal.signal(signal.SIGINT, before)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return tokenizers.JSONTokenizer(library.to_str())
 
 

@@ -69,7 +69,7 @@ const markdown = new marked.Marked({
   tokenizer: {
     html() {},
     tag(text) { return /^<br *\/?>/i.test(text) ? {type: 'br', raw: text.slice(0, text.indexOf('>') + 1)} : undefined },
-    escape(text) {  // mathematics stay as they were written
+    escape(text) {  // the delimiters and blanks of mathematics stay
       const [raw] = /^\\[()[\],;]/.exec(text) ?? []
       return raw ? {type: 'text', raw, text: raw} : false
     },

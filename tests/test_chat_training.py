@@ -92,6 +92,12 @@ def test_an_answer_of_weight_0_is_read_and_not_scored():
     twice = with_template(made, '{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}')
     with pytest.raises(ValueError, match='shows 4 answers of 2: leave weight out'):
         scored_tokens(twice, said)
+    said[1]['weight'] = None  # as exports that write all fields have it
+    assert 'the house' in made.decode(scored_tokens(made, said)[0])
+    for weight in '0', [0], 2, math.nan:
+        said[1]['weight'] = weight
+        with pytest.raises(ValueError, match='the weight of a message must be 0 or 1, not'):
+            scored_tokens(made, said)
 
 
 def test_a_model_without_a_template_gets_the_plain_one(monkeypatch):
@@ -262,7 +268,7 @@ HI = dict(role='user', content='Hi')
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content='\ud800')])), 'line 1: characters'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=' ')])), 'message 2, of the assistant, is empty'),
     (json.dumps(dict(messages=[HI, dict(role='assistant', content='', tool_calls=[{}])])), 'message 2 calls tools'),
-    (json.dumps(dict(messages=[HI, dict(HI, role='assistant')], held_out='false')), 'must be'),
+    (json.dumps(dict(messages=[HI, dict(HI, role='assistant')], held_out='false')), '"held_out" must be true or false'),
     ((json.dumps(dict(messages=[HI, dict(HI, role='assistant')])) + '\n') * 3, '3 conversations to train on and 0')])
 def test_what_is_no_conversation_is_one_line(repo, text, says):
     if not (repo / 'data' / 'shakespeare' / 'tokenizer.json').exists():

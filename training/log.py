@@ -154,5 +154,8 @@ class Log:
         ax.set(xlabel='iteration', ylabel='loss, nats per token')
         ax.grid(alpha=0.3)
         ax.legend()
-        with replacing(self.file.name.replace('log.csv', 'loss.png')) as f:
-            fig.savefig(f, format='png', dpi=110)
+        try:
+            with replacing(self.file.name.replace('log.csv', 'loss.png')) as f:
+                fig.savefig(f, format='png', dpi=110)
+        except OSError as e:
+            self.say(f"loss.png cannot be written ({e.strerror}), and the run goes on without it")

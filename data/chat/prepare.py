@@ -39,7 +39,7 @@ def main(config):
     for i, (where, line) in enumerate(found):
         is_held_out = line.get('held_out') if has_held_out else i % 10 == 9
         try:
-            check_answers(line['messages'])
+            check_answers(line)
             ids, scored = scored_tokens(made, line['messages'])
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from e
@@ -60,9 +60,11 @@ def main(config):
               f"scored; the longest has {max(len(ids) for ids, _ in rows):,}")
 
 
-def check_answers(messages):
-    """ValueError for an answer that a model would learn as an empty one."""
-    for i, message in enumerate(messages):
+def check_answers(line):
+    """ValueError for an answer that a model would learn as an empty one, and for a wrong "held_out"."""
+    if line.get('held_out') not in (None, False, True):
+        raise ValueError(f'"held_out" must be true or false, not {line["held_out"]!r:.40}')
+    for i, message in enumerate(line['messages']):
         if message['role'] == 'assistant':
             if message.get('tool_calls') or message.get('function_call'):
                 raise ValueError(f"message {i + 1} calls tools, and texts alone are trained here: leave the line out")
@@ -72,8 +74,7 @@ def check_answers(messages):
 
 def is_conversation(line):
     messages = line['messages']
-    return isinstance(line.get('held_out', False), bool) and messages and all(
-        isinstance(m['role'], str) and isinstance(m['content'], str) for m in messages)
+    return messages and all(isinstance(m['role'], str) and isinstance(m['content'], str) for m in messages)
 
 
 if __name__ == '__main__':
