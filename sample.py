@@ -326,7 +326,8 @@ def check_settings(dev):
     if len(forms := [name for name in ('json_schema', 'regex', 'grammar') if globals()[name]]) > 1:
         raise ValueError(f"{' and '.join(forms)} each say what form a sample has: give one of them")
     if (system or template_kwargs) and not chat:
-        raise ValueError("system and template_kwargs are of a conversation: add --chat, or leave them out")
+        raise ValueError("system and template_kwargs have an effect only in a conversation: add --chat, or leave them "
+                         "out")
     if split not in ('', 'lines'):
         raise ValueError(f"split must be lines, or left out, not {split!r}")
     if top_k < 0:

@@ -391,13 +391,14 @@ def json_of_pairs(folder):
     special = named.get('additional_special_tokens') or []
     special = [token.get('content') if isinstance(token, dict) else token for token in special]
     if not are_ids([*added.values()]):
-        raise ValueError(f"{folder}/added_tokens.json must name ids, not {str(added)[:50]}")
+        raise ValueError(f"{folder}/added_tokens.json must give each token its id, an integer, but it is "
+                         f"{str(added)[:50]}: is the download complete?")
     library.add_tokens(sorted(added, key=added.get))
     library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab) + [text for text in added if text in special])
     for text, i in added.items():
         if library.token_to_id(text) != i:
             raise ValueError(f"{folder}/added_tokens.json: the id of {text!r} must be {library.token_to_id(text)}, the "
-                             f"next one of the vocabulary, not {i!r}")
+                             f"next one of the vocabulary, not {i!r}: use a folder with a tokenizer.json")
     return library.to_str()
 
 

@@ -207,7 +207,7 @@ def check_settings(world_size):
         print(f"the learning rate rises: min_lr={min_lr:g} is more than learning_rate={learning_rate:g}",
               file=sys.stderr)
     if not out_dir or os.path.exists(out_dir) and not os.path.isdir(out_dir):
-        raise ValueError(f"out_dir must be a folder, not {out_dir!r}")
+        raise ValueError(f"out_dir must be a folder, not {out_dir!r}: give another name, such as --out_dir=out-mine")
     if gradient_accumulation_steps % world_size:
         raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the "
                          f"{world_size} processes")
@@ -396,7 +396,7 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
     if losses:
         log.evaluation(iter_num, lr, losses, {split: batches[split].in_words(loss) for split, loss in losses.items()})
         improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
-        # the state of first_iter is on disk already, perhaps only in ckpt_last.pt
+        # the state of first_iter was saved before, to ckpt.pt or to ckpt_last.pt alone
         is_new = iter_num != checkpointer.first_iter or always_save_checkpoint and os.path.exists(checkpointer.last)
         asked = improved or is_new and (always_save_checkpoint or iter_num == max_iters)
         if iter_num > 0 and asked and not eval_only:

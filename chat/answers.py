@@ -1,7 +1,6 @@
 """What a model is trained on in a conversation: the tokens that the assistant has said."""
 import json
 import re
-from itertools import zip_longest
 
 import numpy as np
 
@@ -57,16 +56,19 @@ def scored_tokens(tokenizer, messages):
         stops = np.flatnonzero(np.isin(ids, tokenizer.end_tokens) & (starts >= len(before)))
         if not text.startswith(before) or not len(stops):
             raise ValueError(f"the chat template does not show where message {i + 1}, of the assistant, begins and "
-                             "ends: let it follow a message of the user, or put {% generation %} and "
+                             "ends: put a message of the user before it, or {% generation %} and "
                              "{% endgeneration %} around it in the template")
         spans.append((len(before), ends[stops[0]]))
     weights = [message.get('weight') for message in messages if message['role'] == 'assistant']
     weights = [1 if weight is None else weight for weight in weights]
     if wrong := [weight for weight in weights if weight not in (0, 1)]:
         raise ValueError(f"the weight of a message must be 0 or 1, not {wrong[0]!r:.40}")
-    if len(weights) != len(spans) and not all(weights):
-        raise ValueError(f"the chat template shows {len(spans)} answers of {len(weights)}: leave weight out")
+    if not all(weights):
+        if len(weights) != len(spans):
+            raise ValueError("weight needs a chat template that marks each answer, and this one marks "
+                             f"{len(spans)} parts where there are {len(weights)} answers: leave weight out")
+        spans = [span for span, weight in zip(spans, weights) if weight]
     scored = np.zeros(len(ids), bool)
-    for (start, end), weight in zip_longest(spans, weights[:len(spans)], fillvalue=1):
-        scored |= (ends > start) & (starts < end) & (weight > 0)
+    for start, end in spans:
+        scored |= (ends > start) & (starts < end)
     return ids, scored

@@ -149,7 +149,7 @@ class Pace:
     def record_round(self, n, n_drawn, ns_draft, ns_chunk, ended=False):
         """
         A round with n proposals. n_drawn: tokens of a sequence that it gave, on average. ended: has a sequence ended?
-        Then fewer could be accepted than were proposed.
+        The proposals behind its end were not compared with draws.
         """
         self.n_rounds += 1
         if self.trial > TRIAL_ROUNDS:

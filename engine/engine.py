@@ -50,7 +50,7 @@ class Engine:
         if n_slots:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
             executor.hold(make_layers(model, n_slots, type_kv))
-            # whoever has the list, such as a draft, keeps no keys and values of an engine that is gone
+            # executors and drafts hold this list too: it is emptied, so that keys and values end with the engine
             weakref.finalize(self, executor.layers.clear).atexit = False
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))

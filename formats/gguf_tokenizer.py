@@ -11,7 +11,7 @@ from tokenizer import ROLES, template_of
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 IDS = 'bos_token_id', 'eos_token_id', 'unknown_token_id', 'padding_token_id'  # of ROLES
 ENDS = 'eos_token_id', 'eot_token_id', 'eom_token_id'
-# llama.cpp takes tokens of these names for special ones that end a text, whatever a file says
+# tokens with these names are special and end a text, whatever type the file gives them, as in llama.cpp
 END_TEXTS = {
     '<|endoftext|>', '<|end_of_text|>', '<|eot_id|>', '<|eom_id|>', '<|im_end|>', '<|end|>', '<end_of_turn>',
     '<end_of_utterance>', '<EOT>', '_<EOT>', '[EOT]', '</s>', '<eos>', '<|fim_pad|>', '<fim_pad>', '<|fim_repo|>',

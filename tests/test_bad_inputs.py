@@ -42,7 +42,7 @@ SAMPLE = [
 SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--start=', 'the prompt is empty'),
     ('--split=lines', 'the prompt is empty'),
-    ('--split=words', 'split must be lines'), ('--system=x', 'are of a conversation: add --chat'),
+    ('--split=words', 'split must be lines'), ('--system=x', 'have an effect only in a conversation: add --chat'),
     ('--start=FILE:nowhere.txt', 'nowhere.txt'),
     ('--start=FILE:binary.txt', 'binary.txt is not UTF-8'),
     ('--temperature=-1.0', 'temperature must be 0 (greedy) or positive'),

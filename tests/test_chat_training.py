@@ -90,7 +90,7 @@ def test_an_answer_of_weight_0_is_read_and_not_scored():
         assert 'the house' in tokenizer.decode(ids) and 'a mouse' in tokenizer.decode(ids[scored])
         assert 'house' not in tokenizer.decode(ids[scored])
     twice = with_template(made, '{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}')
-    with pytest.raises(ValueError, match='shows 4 answers of 2: leave weight out'):
+    with pytest.raises(ValueError, match='marks 4 parts where there are 2 answers: leave weight out'):
         scored_tokens(twice, said)
     said[1]['weight'] = None  # as exports that write all fields have it
     assert 'the house' in made.decode(scored_tokens(made, said)[0])

@@ -67,9 +67,10 @@ def check_answers(line):
     for i, message in enumerate(line['messages']):
         if message['role'] == 'assistant':
             if message.get('tool_calls') or message.get('function_call'):
-                raise ValueError(f"message {i + 1} calls tools, and texts alone are trained here: leave the line out")
+                raise ValueError(f"message {i + 1} calls tools, but only texts can be trained on: leave the line out")
             if not message['content'].strip():
-                raise ValueError(f"message {i + 1}, of the assistant, is empty: leave it out")
+                raise ValueError(f"message {i + 1}, of the assistant, is empty, and a model would learn to say "
+                                 "nothing: leave the line out")
 
 
 def is_conversation(line):
