@@ -107,8 +107,8 @@ CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in 
 # Vectors of a panel that all tiles multiply before the next ones are read: 128 KB of a sheet, which fit a core's second
 # cache.
 PART = 512
-# With this many rows and more, tiles of some of the panels prefetch the next part of a sheet, or of the next sheet. That
-# reduced the time of prompts of M and L to 0.85 to 0.99 in int8 and int4, to 0.77 to 0.89 in floats with AVX2
+# With this many rows and more, tiles of some of the panels prefetch the next part of a sheet, or of the next sheet.
+# That reduced the time of prompts of M and L to 0.85 to 0.99 in int8 and int4, to 0.77 to 0.89 in floats with AVX2
 PREFETCHING_ROWS = 16
 NEXT_PART = -1  # a distance
 
