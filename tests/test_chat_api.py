@@ -77,8 +77,19 @@ def test_the_openai_client_streams_and_scores_what_it_gets_at_once(client, model
                    logprobs=True, top_logprobs=3, temperature=1.5)
         whole, pieces, scores, roles, reasons = create(**how), ['', ''], [[], []], [[], []], [None] * 2
         usage = dict(include_usage=True, continuous_usage_stats=True)
+        hand_out, has_come = client.service.thread.hand_out, threading.Event()
+
+        def in_turns(results):  # the second tokens wait until the first chunk has come
+            if any(s.n_drawn > 1 for s, _ in results):
+                has_come.wait(60)
+            hand_out(results)
+        monkeypatch.setattr(client.service.thread, 'hand_out', in_turns)
         with ours.chat.completions.with_streaming_response.create(**how, stream=True, stream_options=usage) as response:
-            *chunks, last = response.parse()
+            chunks = []
+            for chunk in response.parse():
+                chunks.append(chunk)
+                has_come.set()
+        last = chunks.pop()
         for chunk in chunks:
             choice, = chunk.choices
             pieces[choice.index] += choice.delta.content or ''
