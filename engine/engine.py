@@ -280,12 +280,16 @@ class Engine:
 
 
 def weights_of(tables):
-    """
-    What changes with the weights in dicts {name: weight}: the address of each, and torch's counter of its changes,
-    which those that were made in inference mode do not have.
-    """
-    return [(p.data_ptr(), 0 if p.is_inference() else p._version)
-            for table in tables for p in table.values() if p is not None]
+    """What changes with the weights in dicts {name: weight}: the address of each, and its `version`."""
+    return [(p.data_ptr(), version(p)) for table in tables for p in table.values() if p is not None]
+
+
+def version(weight):
+    """torch's counter of the changes of a tensor, 0 where it has none. `is_inference` would give up Python's lock."""
+    try:
+        return weight._version
+    except RuntimeError:  # made in inference mode
+        return 0
 
 
 def checked_prompt(prompt, vocab_size):

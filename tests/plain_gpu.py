@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from decode.draw import NAMES, DrawSettings
 from decode.draw import draw as defined
 from decode.gpu.queue import Queue
-from decode.gpu.tables import BIASED, IN_PROMPT, IS_STOP
+from decode.gpu.tables import BIASED, BROKEN, IN_PROMPT, IS_STOP, NOTHING, STOPS
 from kvcache.storage import dequantise, quantise
 from positions import rotate, visible
 
@@ -94,16 +94,18 @@ def draw(logits, inputs):
         step, number, left, sequence = (int(getattr(inputs, name)[row])
                                         for name in ('step', 'numbers', 'left', 'sequences'))
         inputs.step[row] += 1
-        inputs.drawn[step, row] = -1
+        inputs.drawn[step, row] = NOTHING
         if not left:
             continue
         inputs.broken[row] |= int(not (logits[row] < torch.inf).all())
         settings = settings_of(inputs, row)
-        token = inputs.drawn[step, row] = inputs.tokens[row] = int(defined(logits[row:row + 1], [settings], [number]))
+        token = inputs.tokens[row] = int(defined(logits[row:row + 1], [settings], [number]))
+        stops = token in settings.stop_ids
+        inputs.drawn[step, row] = BROKEN if inputs.broken[row] else token + STOPS * stops
         inputs.numbers[row] += 1
         inputs.marks[sequence, token] += 1
         inputs.positions[row] += 1
-        inputs.left[row] = 0 if token in settings.stop_ids else left - 1
+        inputs.left[row] = 0 if stops else left - 1
         if not inputs.left[row]:
             inputs.sequences[row] = -1
 
@@ -129,12 +131,12 @@ class Direct(Queue):
         return SimpleNamespace(replay=step)
 
     def pinned(self, tensor):
-        return tensor.clone()
+        return tensor.pin_memory() if torch.cuda.is_available() else tensor.clone()
 
-    def land(self, pairs):
-        for target, source in pairs:
-            target.copy_(source)
+    def event(self):
         return self
 
     def synchronize(self):
-        """Nothing is left to wait for."""
+        """What runs on a CPU is done."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from decode.draw import DrawSettings, changed, exponential_noise
 from decode.draw import draw as draw_of_definition
 from decode.gpu import drawing
 from decode.gpu.slots import Rows
-from decode.gpu.tables import FIELDS, IS_STOP, CallTable, StepInputs
+from decode.gpu.tables import BROKEN, FIELDS, IS_STOP, NOTHING, STOPS, CallTable, StepInputs
 
 pytestmark = QUIET
 NEAR = 1e-5  # of a border of what is kept, or of the largest score: there roundings may draw another token
@@ -61,8 +61,10 @@ def rows_of(n, vocab_size, seed=0, scale=3.0):
 def draw(logits, inputs, by=drawing.draw):
     """The tokens that are drawn from a copy of logits, an array."""
     steps = inputs.step.tolist()
-    by(torch.tensor(logits, device=inputs.drawn.device), inputs)
-    return [int(inputs.drawn[step, row]) for row, step in enumerate(steps)]
+    by(torch.tensor(logits, device=inputs.tokens.device), inputs)
+    Direct().synchronize()
+    codes = [int(inputs.drawn[step, row]) for row, step in enumerate(steps)]
+    return [code % STOPS if code >= 0 else code for code in codes]
 
 
 def check_same(found, expected):
@@ -174,7 +176,7 @@ def test_changed_logits_over_several_steps(vocab_size):
             s.count(tokens)
             expected = changed(torch.tensor(logits[row]), s, step) if going[row] else torch.tensor(logits[row])
             torch.testing.assert_close(found[row].cpu(), expected, rtol=1e-6, atol=1e-6)
-            tokens += [token for token in inputs.drawn[step, row:row + 1].tolist() if token >= 0]
+            tokens += [code % STOPS for code in inputs.drawn[step, row:row + 1].tolist() if code != NOTHING]
     assert [len(tokens) for tokens in texts[-3:]] == [2, 2, 0] and not inputs.left[-3:].any()
     for marks, tokens in zip(inputs.marks[sequences].cpu() & (IS_STOP - 1), texts):
         assert marks.tolist() == np.bincount(np.array(tokens, int), minlength=vocab_size).tolist()
@@ -192,10 +194,10 @@ def test_broken_logits_mark_their_row_only():
     others = on_device(inputs, 'cpu')
     tokens, theirs = draw(logits, inputs), draw(logits, others, by=draw_plainly)
     assert inputs.broken.tolist() == others.broken.tolist() == [1, 1, 1, 0, 1, 0, 1, 0]
-    assert tokens[7] == 5 and all(0 <= token < 3000 for token in tokens)
+    assert [token == BROKEN for token in tokens] == inputs.broken.tolist() and tokens[7] == 5
     assert [tokens[row] for row in (0, 3, 5)] == [theirs[row] for row in (0, 3, 5)]
     inputs.left[:], inputs.broken[:] = 0, 0
-    assert draw(logits, inputs) == [-1] * 8 and not inputs.broken.any()
+    assert draw(logits, inputs) == [NOTHING] * 8 and not inputs.broken.any()
 
 
 def test_a_row_does_not_depend_on_the_others():
@@ -231,6 +233,7 @@ def test_only_allowed_tokens_are_drawn():
         expected = draw_of_definition(torch.tensor(logits), settings, numbers).tolist()
         found = torch.tensor(logits, device=DEVICE)
         drawing.draw(found, table.inputs)
+        table.queue.synchronize()
         assert table.inputs.drawn[0].tolist() == expected
         for row, *of in zip(found.cpu(), torch.tensor(logits), settings, numbers):
             assert torch.equal(row, changed(*of))

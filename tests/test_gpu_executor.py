@@ -50,8 +50,7 @@ class Late(Direct):
     def record(self, step):
         return SimpleNamespace(replay=lambda: self.do(step))
 
-    def land(self, pairs):
-        self.do(lambda: super(Late, self).land(pairs))
+    def event(self):
         n = len(self.waiting)
         return SimpleNamespace(synchronize=lambda: self.finish(n))
 
@@ -131,8 +130,8 @@ def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
         m, choose, sequences = model_of(kind, seed), random.Random(seed), []
         engine, interrupts = engine_of(late(m), 30), [DEFAULT, DEFAULT, KeyboardInterrupt] * 2
         endless = model_of(kind, seed, block_size=400) if m.config.max_positions > 40 else m
-        table = engine.executor.table
-        table.land = Mock(wraps=table.land, side_effect=itertools.chain(interrupts, itertools.repeat(DEFAULT)))
+        queue = engine.executor.queue
+        queue.event = Mock(wraps=queue.event, side_effect=itertools.chain(interrupts, itertools.repeat(DEFAULT)))
         for i in range(30):
             prompt = [choose.randrange(V) for _ in range(choose.randint(1, 9))]
             sequences += engine.add(prompt, choose.randint(5, 40), 1 + i % 2, i, **HOWS[(i + seed) % len(HOWS)])
@@ -147,7 +146,7 @@ def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
         check_alone(endless, sequences)
         n_late = max(n_late, engine.executor.queue.n_late)
         n_preempted += engine.scheduler.n_preempted
-        assert sum(map(sum, calls)) > 4 * len(calls) and table.land.call_count > 6
+        assert sum(map(sum, calls)) > 4 * len(calls) and queue.event.call_count > 6
     assert n_late >= 2 and n_preempted
 
 
@@ -246,9 +245,9 @@ def test_no_graph_is_recorded_in_the_pool_of_forgotten_ones(monkeypatch):
         executor.prepare(lambda graphs: graphs[-3:])
     queue.fails = True
     with pytest.raises(KeyboardInterrupt):
-        executor.graph('draw', 8)
+        executor.graph('step', 8)
     queue.fails = False
-    executor.graph('draw', 8)
+    executor.graph('step', 8)
     a, b, c = (queue.pools[i] for i in (0, 3, -1))
     assert queue.pools == [a] * 3 + [b] * 4 + [c] and len({a, b, c}) == 3
     assert not executor.table.inputs.marks.any()
@@ -265,7 +264,7 @@ def test_nothing_is_recorded_in_service_and_nothing_kept_behind_it(monkeypatch):
                  for s in engine.add([1, 2], 9, 2, **how)]
     run(engine)
     check_alone(m, sequences)
-    assert len(queue.pools) == n == 3 * len(BUCKETS)
+    assert len(queue.pools) == n == 4 * len(BUCKETS)
     executor.graphs.clear()  # those of CUDA keep addresses, these keep tensors
     del engine
     assert stored() is None and not executor.layers

@@ -33,7 +33,7 @@ def check_here(model, functions, queue):
                                   [1] * len(order), np.arange(len(order)))
 
     def logits_after_a_draw(order):
-        graph = executor.graph('draw', len(order))
+        graph = executor.graph('step', len(order))
         executor.load([texts[i] for i in order], ones.repeat(len(order)), tokens[last[order]], positions[last[order]])
         executor.table.send()  # nobody draws: the draw leaves logits alone
         graph.replay()

@@ -18,7 +18,8 @@ from decode.gpu.ordering import is_last, overlap, wait
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = map(
     tl.constexpr, range(tables.N_SETTINGS + 1))
-IS_STOP, IN_PROMPT, MOST_PROGRAMS = map(tl.constexpr, (tables.IS_STOP, tables.IN_PROMPT, tables.MOST_PROGRAMS))
+IS_STOP, IN_PROMPT, MOST_PROGRAMS, NOTHING, BROKEN, STOPS = map(tl.constexpr, (
+    tables.IS_STOP, tables.IN_PROMPT, tables.MOST_PROGRAMS, tables.NOTHING, tables.BROKEN, tables.STOPS))
 BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time, or fewer of a small vocabulary
 PROGRAMS = 128  # of `draw_kernel`, at least, if the vocabulary has so many blocks
 UNROLL = tl.constexpr(4)  # so many times, if it need not wait in between: one program alone has to hide its latency
@@ -37,7 +38,7 @@ def draw(logits, inputs):
     block = min(BLOCK, max(64, triton.next_power_of_2(V)))
     n_programs = min(triton.cdiv(V, block), triton.cdiv(PROGRAMS, R), tables.MOST_PROGRAMS)
     draw_kernel[R, n_programs](
-        logits, i.settings, i.seeds, i.numbers, i.left, i.marks, i.drawn, i.drawn.stride(0), i.step, i.tokens,
+        logits, i.settings, i.seeds, i.numbers, i.left, i.broken, i.marks, i.drawn, i.drawn.stride(0), i.step, i.tokens,
         i.positions, i.sequences, i.most, i.scores, i.found, i.ended, V, tables.PART, block, **early,
         num_warps=min(WARPS, block // 32), enable_fp_fusion=False)
 
@@ -80,8 +81,8 @@ def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases
 
 
 @triton.jit
-def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stride, step, tokens, positions, sequences,
-                most, scores, found, ended, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+def draw_kernel(logits, settings, seeds, numbers, left, broken, marks, drawn, drawn_stride, step, tokens, positions,
+                sequences, most, scores, found, ended, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
                 OVERLAP: tl.constexpr):
     """
     Find the token of one row among the blocks of this program. The program of the row that ends last takes the best
@@ -110,10 +111,11 @@ def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stri
         result = drawn + at_step.to(tl.int64) * drawn_stride + row
         if may_draw > 0:
             mark, position = marks + tl.load(sequences + row).to(tl.int64) * V + token, positions + row
-            old_mark, new_position = tl.load(mark), tl.load(position) + 1
-            may_draw = tl.where((old_mark & IS_STOP) != 0, 0, may_draw - 1)
+            old_mark, new_position, is_broken = tl.load(mark), tl.load(position) + 1, tl.load(broken + row) != 0
+            stops = (old_mark & IS_STOP) != 0
+            may_draw = tl.where(stops, 0, may_draw - 1)
             tl.debug_barrier()  # all warps have read the state that one of them writes now
-            tl.store(result, token.to(tl.int64))
+            tl.store(result, tl.where(is_broken, BROKEN, token.to(tl.int64) + tl.where(stops, STOPS, 0)))
             tl.store(numbers + row, number + 1)
             tl.store(mark, old_mark + 1)
             tl.store(tokens + row, token.to(tl.int64))
@@ -121,7 +123,7 @@ def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stri
             tl.store(left + row, may_draw)
             tl.store(sequences + row, -1, may_draw == 0)
         else:
-            tl.store(result, tl.full((), -1, tl.int64))
+            tl.store(result, tl.full((), NOTHING, tl.int64))
         tl.debug_barrier()
         tl.store(step + row, at_step + 1)
 

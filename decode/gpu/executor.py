@@ -18,10 +18,10 @@ from decode.eager import are_numbers, check_step
 from decode.gpu.queue import Queue
 from decode.gpu.slots import AHEAD, Columns, Rows, SlotTable
 from decode.gpu.step import Step
-from decode.gpu.tables import MOST_STEPS, N_LANDINGS, CallTable
+from decode.gpu.tables import BROKEN, MOST_STEPS, STOPS, CallTable
 
 BUCKETS = 8, 16, 32, 64, 128, 192, 256  # numbers of rows of a graph
-AT_ONCE = 4     # steps that are launched before the host looks at what an earlier group of as many has drawn
+AT_ONCE, GROUPS = 4, 2  # steps that are launched together; such groups that are under way, at most
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
 
 
@@ -97,17 +97,18 @@ class GPUExecutor:
                 return self.several(batch)
             rows, parts = batch.rows()
             logits = self.logits_of(batch.sequences, batch.tokens, batch.positions, batch.counts, rows)
-            if not are_numbers(logits):
+            if any(batch.prompt_logits) and not are_numbers(logits):  # a draw looks at what it draws from
                 raise NotNumbers
             return batch.result(logits, parts, self.drawn)
 
     def graph(self, kind, n):
-        """For n rows: 'layers', 'head', or 'draw', which is both and a draw. To record one spoils the inputs."""
+        """For n rows: 'layers', 'head', 'draw', or 'step', which is all of them. To record one spoils the inputs."""
         R = next(R for R in BUCKETS if R >= n)
         if (kind, R) not in self.graphs:
             step, inputs, layers = self.step, self.table.inputs.rows(R), self.layers
-            run = {'layers': lambda: step.hidden_states(inputs, layers), 'draw': lambda: step.draw(inputs, layers),
-                   'head': lambda: step.head(step.x[inputs.wanted])}[kind]
+            run = {'layers': lambda: step.hidden_states(inputs, layers), 'step': lambda: step.draw(inputs, layers),
+                   'head': lambda: step.head(step.x[inputs.wanted]),
+                   'draw': lambda: self.functions.draw(step.logits[:R], inputs)}[kind]
             inputs.sequences.fill_(-1)  # what is run to be recorded writes nothing
             inputs.left.fill_(0)
             inputs.step.fill_(0)  # that of the last call may be past the last row of `drawn`
@@ -117,7 +118,7 @@ class GPUExecutor:
     def prepare(self, progress=lambda graphs: graphs):
         """Record all graphs for the slots of now: progress is called with the list that is worked on."""
         with self.on_device():
-            for kind, R in progress([(kind, R) for kind in ('layers', 'head', 'draw') for R in BUCKETS]):
+            for kind, R in progress([(kind, R) for kind in ('layers', 'head', 'draw', 'step') for R in BUCKETS]):
                 self.graph(kind, R)
 
     def load(self, sequences, counts, tokens, positions, n_steps=1, wanted=()):
@@ -152,31 +153,28 @@ class GPUExecutor:
     def several(self, batch):
         """Steps of a batch that decodes: the host launches some ahead, but none after an end, or when it is late."""
         S, limits = len(batch.sequences), np.minimum(batch.n_steps, MOST_STEPS)
-        n_steps, graph = int(limits.max()), self.graph('draw', S)
+        n_steps, graph = int(limits.max()), self.graph('step', S)
         rows = self.load(batch.sequences, np.ones(S, np.int64), batch.tokens, batch.positions, limits)
         self.table.draw(rows, limits)
         self.table.send()
-        tokens = np.full((n_steps, S), -1)
-        launched = landed = 0
+        drawn, launched, landed = self.table.inputs.drawn[:, :S].numpy(), 0, 0
         ended, waiting = False, deque()
         try:
             while landed < launched or not ended and launched < n_steps:
-                while not ended and launched < n_steps and len(waiting) < N_LANDINGS:
+                while not ended and launched < n_steps and len(waiting) < GROUPS:
                     n = min(AT_ONCE, n_steps - launched)
                     for _ in range(n):
                         graph.replay()
-                    waiting.append((launched, launched + n, self.table.land(launched, launched + n, S)))
                     launched += n
-                first, landed, (event, drawn, (left, broken)) = waiting.popleft()
+                    waiting.append((launched, self.queue.event()))
+                first, (landed, event) = landed, waiting.popleft()
                 event.synchronize()
-                tokens[first:landed] = drawn
-                if broken.any():
-                    raise NotNumbers
-                ended |= bool((left[limits > landed] == 0).any()) or batch.is_late()
+                check_drawn(drawn[first:landed])
+                ended |= bool((drawn[first:landed] >= STOPS).any()) or batch.is_late()
         except BaseException:
             self.queue.synchronize()  # the caller may free slots that steps under way still write
             raise
-        found = [column[column >= 0].tolist() for column in tokens.T]
+        found = [(column[column >= 0] % STOPS).tolist() for column in drawn[:landed].T]
         for row, of_row in zip(rows, found):
             row.n_counted = row.sequence.n_drawn + len(of_row)
         return [SequenceOutput(of_row) for of_row in found]
@@ -186,14 +184,25 @@ class GPUExecutor:
         tokens = []
         for start in range(0, len(sequences), self.most_sequences):
             rows = self.rows(sequences[start:start + self.most_sequences])
-            inputs = self.table.inputs.rows(len(rows))
-            self.table.draw(rows, np.ones(len(rows), np.int64))
+            n = len(rows)
+            graph = self.graph('draw', n)
+            self.table.draw(rows, np.ones(n, np.int64))
             self.table.send()
-            self.functions.draw(logits[start:start + len(rows)].clone(), inputs)  # they are changed
-            tokens += inputs.drawn[0].tolist()
+            self.step.logits[:n] = logits[start:start + n]  # a draw changes its own
+            graph.replay()
+            self.queue.event().synchronize()
+            drawn = self.table.inputs.drawn[0, :n].numpy()
+            check_drawn(drawn)
+            tokens += (drawn % STOPS).tolist()
             for row in rows:
                 row.n_counted = row.sequence.n_drawn + 1
         return tokens
+
+
+def check_drawn(drawn):
+    """`NotNumbers` if there was nothing to draw from."""
+    if (drawn == BROKEN).any():
+        raise NotNumbers
 
 
 def kernels():

@@ -12,7 +12,8 @@ IS_STOP, IN_PROMPT = 2**29, 2**30
 MOST_STEPS = 64  # of a call
 MOST_PROGRAMS = 16  # that draw for one row
 PART = 1024  # logits of which the largest is known
-N_LANDINGS = 2   # that are under way at a time
+# what is drawn beside tokens: nothing, as the row has ended; nothing, as a logit is no number; a token + STOPS ends it
+NOTHING, BROKEN, STOPS = -1, -2, 2**40
 
 # {name: (dtype, numbers of a row)} of what the host writes before a call, into one block of memory
 FIELDS = {'tokens': (torch.int64, 1), 'positions': (torch.int64, 1), 'wanted': (torch.int64, 1),
@@ -31,12 +32,12 @@ class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'mar
     sequences: the row of the tables of each new token's sequence, -1 for padding.
     seeds: their bits. settings: (R, N_SETTINGS). min_tokens. numbers: how many tokens the row's sequence has drawn.
     step: each row's own, from 0 on in a call. left: how many it may draw; with 0 it has ended. broken: 1 where logits
-    are not numbers.
+    are not numbers, until the next `send`.
     slot_table: int32 (n_rows, n_columns), see `Columns`. biases: float32 (n_rows, vocab_size), which are read if the
     row is BIASED. marks: int32 (n_rows, vocab_size), of each token how often the sequence has drawn it, and IS_STOP and
     IN_PROMPT. most: float32 (n_rows, parts), the largest logits of the parts of a row. scores, found: float64 and int32
     (n_rows, MOST_PROGRAMS), of the programs that draw for a row. ended: int32 (n_rows,), how many of them have; 0
-    after a draw. drawn: int64 (MOST_STEPS, R), the result: row number `step` is written, -1 for what has ended.
+    after a draw. drawn: int64 (MOST_STEPS, R), the result, in memory of the host: row number `step` is written.
     """
 
     def rows(self, n):
@@ -57,7 +58,7 @@ class CallTable:
     def __init__(self, n_rows, vocab_size, slot_table, queue):
         def zeros(*shape, dtype, device=slot_table.device):
             return torch.zeros(shape, dtype=dtype, device=device)
-        self.queue, self.settings, self.next_landing = queue, None, 0
+        self.queue, self.settings = queue, None
         self.memory, self.host_memory = (zeros(n_rows * ROW_BYTES, dtype=torch.uint8, device=device)
                                          for device in (slot_table.device, 'cpu'))
         self.host = {name: t.numpy() for name, t in zip(FIELDS, fields_of(self.host_memory))}
@@ -66,10 +67,7 @@ class CallTable:
                                  zeros(n_rows, -(-vocab_size // PART), dtype=torch.float32),
                                  zeros(n_rows, MOST_PROGRAMS, dtype=torch.float64),
                                  zeros(n_rows, MOST_PROGRAMS, dtype=torch.int32), zeros(n_rows, dtype=torch.int32),
-                                 zeros(MOST_STEPS, n_rows, dtype=torch.int64))
-        # each landing has memory of its own, which is not written again before it was waited for
-        self.landings = [[queue.pinned(zeros(*shape, dtype=dtype, device='cpu')) for shape, dtype in (
-            ((MOST_STEPS, n_rows), torch.int64), ((2, n_rows), torch.int32))] for _ in range(N_LANDINGS)]
+                                 queue.pinned(zeros(MOST_STEPS, n_rows, dtype=torch.int64, device='cpu')))
 
     def send(self):
         """Write what is in `host` to the device. The host may change it at once."""
@@ -121,13 +119,3 @@ class CallTable:
                 self.queue.put(table, at, np.concatenate(values))
         for row in rows:  # once all is written
             row.settings, row.n_counted = row.sequence.settings, -1
-
-    def land(self, first, end, S):
-        """
-        (an event; what steps first to end - 1 have drawn for S rows, (n, S); left and broken after them, (2, S)):
-        arrays that are filled once the event is reached.
-        """
-        drawn, of_rows = self.landings[self.next_landing]
-        self.next_landing, n, i = (self.next_landing + 1) % N_LANDINGS, end - first, self.inputs
-        event = self.queue.land([(drawn[:n], i.drawn[first:end]), (of_rows[0], i.left), (of_rows[1], i.broken)])
-        return event, drawn[:n, :S].numpy(), of_rows[:, :S].numpy()
