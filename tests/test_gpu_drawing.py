@@ -213,7 +213,7 @@ def test_a_row_does_not_depend_on_the_others():
         for row in range(R):
             drawing.draw(each[row:row + 1], alone[row])
     assert torch.equal(together, each) and inputs.drawn[:, R:].eq(-7).all() and not inputs.step[R:].any()
-    assert torch.equal(inputs.drawn[:, :R], torch.cat([own.drawn for own in alone], 1))
+    assert torch.equal(inputs.drawn[:, :R], torch.cat([own.drawn.cpu() for own in alone], 1))
 
 
 def test_only_allowed_tokens_are_drawn():

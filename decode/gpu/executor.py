@@ -134,15 +134,16 @@ class GPUExecutor:
     def logits_of(self, sequences, tokens, positions, counts, wanted):
         """Float32 (W, vocab_size) of the rows `wanted` of one step, which may be several graphs one after the other."""
         logits = torch.empty(len(wanted), self.config.vocab_size, dtype=torch.float32, device=self.device)
-        of_token = np.repeat(np.arange(len(sequences)), counts)
+        ends, counts = np.cumsum(counts), np.asarray(counts)
         for start in range(0, len(tokens), self.most_sequences):
             end = min(start + self.most_sequences, len(tokens))
-            numbers, n_new = np.unique(of_token[start:end], return_counts=True)
+            n_new = np.minimum(ends, end) - np.maximum(ends - counts, start)
+            numbers = (n_new > 0).nonzero()[0]
             first, last = np.searchsorted(wanted, (start, end)).tolist()
             graphs = [self.graph('layers', end - start)]
             if first < last:
                 graphs.append(self.graph('head', last - first))
-            self.load([sequences[i] for i in numbers], n_new, tokens[start:end], positions[start:end],
+            self.load([sequences[i] for i in numbers], n_new[numbers], tokens[start:end], positions[start:end],
                       wanted=wanted[first:last] - start)
             self.table.send()
             for graph in graphs:

@@ -107,15 +107,16 @@ class CallTable:
 
     def renew(self, rows):
         """Write the marks of stop tokens and the biases of `Row`s with new settings, and 0 for all other tokens."""
-        i, settings = self.inputs, [row.sequence.settings for row in rows]
-        numbers = np.array([row.number for row in rows])
-        on_device = self.queue.pinned(torch.from_numpy(numbers)).to(i.marks.device, non_blocking=True)
-        for table, tokens, values in (
-                (i.marks, [s.stop_ids for s in settings], [[IS_STOP] * len(s.stop_ids) for s in settings]),
-                (i.biases, [s.bias_tokens for s in settings], [s.biases for s in settings])):
-            table.index_fill_(0, on_device, 0)
-            at = np.repeat(numbers, [len(ids) for ids in tokens]) * table.size(1) + np.concatenate(tokens)
-            if len(at):
-                self.queue.put(table, at, np.concatenate(values))
+        of_rows = [(row.number, row.sequence.settings) for row in rows]
+        for table, new in (
+                (self.inputs.marks, [(number, s.stop_ids, [IS_STOP] * len(s.stop_ids)) for number, s in of_rows]),
+                (self.inputs.biases, [(n, s.bias_tokens, s.biases) for n, s in of_rows if len(s.biases)])):
+            if new:  # biases of other rows are not read
+                numbers, tokens, values = zip(*new)
+                on_device = self.queue.pinned(torch.from_numpy(np.array(numbers))).to(table.device, non_blocking=True)
+                table.index_fill_(0, on_device, 0)
+                at = np.repeat(numbers, list(map(len, tokens))) * table.size(1) + np.concatenate(tokens)
+                if len(at):
+                    self.queue.put(table, at, np.concatenate(values))
         for row in rows:  # once all is written
             row.settings, row.n_counted = row.sequence.settings, -1
