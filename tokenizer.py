@@ -30,9 +30,10 @@ class Tokenizer:
     What all tokenizers share: the text of ids. token_bytes: the bytes of each id, a list. A model may have more ids
     than its tokenizer; beyond: the bytes of each of those. special_ids: ids whose text is not a part of an answer, such
     as those of the tokens that begin and end a turn. added_ids: of all tokens that a file adds to its vocabulary.
-    strips: does a text begin without the blank of its first token?
+    strips: does a text begin without the blank of its first token? cuts_lines: are the ids of a text those of its
+    lines, where neither the end of a line nor the begin of the next one is blank?
     """
-    end_of_text, beyond, chat_template = None, b'', None
+    end_of_text, beyond, chat_template, cuts_lines = None, b'', None, True
     special_ids = added_ids = frozenset()
     strips = False
 
@@ -140,7 +141,7 @@ class JSONTokenizer(Tokenizer):
         except Exception as e:  # the library raises plain Exceptions
             raise ValueError("the tokenizer.json cannot be read, or a token that the files beside it add "
                              f"({' '.join(str(e).split())}): is the download complete?") from e
-        self.decoder, self.strips = decoder_of(json)
+        self.decoder, self.strips, self.cuts_lines = decoder_of(json)
         self.library.no_truncation()  # a file may ask for both, for training
         self.library.no_padding()
         self.json = self.library.to_str() if n_new else json
@@ -226,18 +227,29 @@ class JSONTokenizer(Tokenizer):
 
 def decoder_of(tokenizer_json):
     """
-    How the tokens of a tokenizer.json become text, a key of BYTES_OF, and whether a text then loses the blank with
-    which it begins. ValueError if it is none of these.
+    How the tokens of a tokenizer.json become text, a key of BYTES_OF; whether a text then loses the blank with which it
+    begins; and `Tokenizer.cuts_lines`. ValueError if it is none of these.
     """
-    decoder = json.loads(tokenizer_json).get('decoder') or {}
+    contents = json.loads(tokenizer_json)
+    decoder, before = contents.get('decoder') or {}, contents.get('pre_tokenizer') or {}
     parts = [part.get('type') for part in decoder.get('decoders', ())]
     if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
-        return 'SentencePiece', parts[3:] == ['Strip']
+        return 'SentencePiece', parts[3:] == ['Strip'], False
     if decoder.get('type') not in ('ByteLevel', 'Fuse'):
         kind = ' '.join(map(str, [decoder.get('type'), *parts]))
         raise ValueError(f"the decoder of the tokenizer.json is {kind}: only ByteLevel, Fuse and SentencePiece's "
                          "(Replace, ByteFallback, Fuse, Strip) give each token a text of its own")
-    return decoder['type'], False
+    return decoder['type'], False, cuts_lines(before)
+
+
+def cuts_lines(pre_tokenizer):
+    """`Tokenizer.cuts_lines`, where a tokenizer.json has this pre_tokenizer: by GPT-2's regex, or one that ends so."""
+    parts = [pre_tokenizer, *pre_tokenizer.get('pretokenizers', ())]
+    of_bytes = [part for part in parts if part.get('type') == 'ByteLevel']
+    splits = [(part.get('pattern') or {}).get('Regex', '') for part in parts if part.get('type') == 'Split']
+    return bool(of_bytes) and not any(part.get('add_prefix_space', True) for part in of_bytes) and (
+        any(part.get('use_regex', True) for part in of_bytes)
+        or any(regex.endswith(r'\s+(?!\S)|\s+') for regex in splits))
 
 
 def bytes_of_byte_level(name):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pydoc_data.topics
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -22,6 +23,7 @@ from whole_file import replacing
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 PIECE = 2**16  # bytes of a download that are written at a time
+ENCODED = 2**20  # characters of a text that are encoded at a time, or more: the library needs some 150 bytes for each
 LEAST_VOCAB, MOST_VOCAB = 257, 2**18  # of byte pairs: 256 bytes and <|endoftext|>; what can be trained in minutes
 
 
@@ -117,7 +119,7 @@ def tokenizer_for(texts, name, vocab_size):
     print(f"training a tokenizer of {vocab_size:,} tokens", file=sys.stderr)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Ctrl-C would wait for the library
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    library.train_from_iterator(texts, trainers.BpeTrainer(
+    library.train_from_iterator((piece for text in texts for piece in pieces(text)), trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[tokenizers.END_OF_TEXT], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -134,15 +136,33 @@ def write_dataset(folder, parts, tokenizer, source, ends=False):
     end, n_bytes, n_chars = [*tokenizer.end_tokens[:1]] if ends else [], dict(val=0, train=0), 0
     with replacing(os.path.join(folder, 'train.bin')) as train, replacing(os.path.join(folder, 'val.bin')) as val:
         for split, f in (('val', val), ('train', train)):
-            for text in tqdm(parts[split], split, disable=None):
-                ids = np.array(tokenizer.encode(text) + end, dtype_of(tokenizer))
-                f.write(ids.tobytes())
-                n_bytes[split], n_chars = n_bytes[split] + int(lengths[ids].sum()), n_chars + len(text)
+            with tqdm(desc=split, unit=' characters', unit_scale=True, disable=None) as progress:
+                for text in parts[split]:
+                    for i, piece in enumerate(pieces(text) if tokenizer.cuts_lines else [text]):
+                        ids = np.array(tokenizer.encode(piece, add_special_tokens=not i), dtype_of(tokenizer))
+                        f.write(ids.tobytes())
+                        n_bytes[split] += int(lengths[ids].sum())
+                        progress.update(len(piece))
+                    f.write(np.array(end, dtype_of(tokenizer)).tobytes())
+                    n_chars += len(text)
         write_meta(folder, tokenizer, source=source, bytes=n_bytes)
         print(f"{n_chars:,} characters from {source}; vocabulary {tokenizer.vocab_size:,}")
         for split, f in (('train', train), ('val', val)):
             print(f"{split}.bin: {f.tell() // dtype_of(tokenizer).itemsize:,} tokens of {n_bytes[split]:,} bytes")
     # train.bin was moved into place last: where it exists, the others do
+
+
+def pieces(text):
+    """
+    A text in pieces of ENCODED characters or more, cut behind line breaks where byte pairs are cut anyway: no blank is
+    beside these, and a letter or a digit follows.
+    """
+    start, cut = 0, re.compile(r'(?<=\S)\n(?=\w)')
+    while start < len(text):
+        found = cut.search(text, start + ENCODED)
+        end = found.end() if found else len(text)
+        yield text[start:end]
+        start = end
 
 
 def dtype_of(tokenizer):

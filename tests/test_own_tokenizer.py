@@ -4,13 +4,17 @@ import json
 import math
 import os
 import re
+import tempfile
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 import pytest
 from conftest import TINY, run
 from download_server import Files, serving
-from example_models import LLAMA, gpt
+from example_models import LLAMA, gpt, sentencepiece_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import checkpoint as checkpoints
@@ -18,12 +22,14 @@ import formats
 import tokenizer as tokenizers
 from data import prepare_text
 from data.tinystories.prepare import stories as stories_of
+from formats import gguf_tokenizer
 from formats.gguf_tokenizer import RULES, rule_of
 from tokenizer import JSONTokenizer
 
 STORY = "Once upon a time, a “fox” saw the moon.\n\nIt said: don't go, 12345 naïve 🙂 foxes!\n"
 TEXT = ''.join(STORY.replace('fox', word) for word in ('fox', 'owl', 'mouse', 'bear', 'hen', 'wolf', 'cow', 'cat')) * 9
 ONLY_IN_VALIDATION = 'zqzqzqzq ' * 400
+LINES = 'ab1 .\n\t\r\'"é月'
 
 
 def prepared(repo, *settings, dataset='shakespeare', text=TEXT):
@@ -124,6 +130,37 @@ def test_texts_end_with_a_token_that_has_no_bytes(tmp_path):
     assert ids == [*made.encode(STORY), 0, *made.encode('a'), 0, 0]
     assert json.loads((tmp_path / 'meta.json').read_text())['bytes']['train'] == len(STORY.encode()) + 1
     assert tokenizers.state_of_dataset(tmp_path)['end_tokens'] == [0]
+
+
+@lru_cache
+def tokenizers_of_lines():
+    """(name, a tokenizer, does it cut lines): own byte pairs, by each rule of GGUF files that is known, and others."""
+    made = prepare_text.tokenizer_for([TEXT], '', 400)
+    content = json.loads(made.json)
+    found = [('own', made, True)]
+    for rule in {regexes[0]: rule for rule, regexes in RULES.items()}.values():
+        fields = dict(pre=rule, merges=content['model']['merges'])
+        of_rule = gguf_tokenizer.byte_pairs(fields, content['model']['vocab'])
+        found.append((rule, JSONTokenizer(json.dumps(of_rule)), True))
+    for change in dict(use_regex=False), dict(add_prefix_space=True):
+        changed = content | dict(pre_tokenizer=content['pre_tokenizer'] | change)
+        found.append((str(change), JSONTokenizer(json.dumps(changed)), False))
+    return [*found, ('SentencePiece', sentencepiece_tokenizer(TEXT), False),
+            ('characters', tokenizers.CharTokenizer.of_text(TEXT + LINES), True)]
+
+
+@given(st.lists(st.sampled_from([*LINES, "it's", '12', '.\n', 'fox\nsaw', '\n\n', ' \n', '🙂\nIt', "\n'", '\nnaïve']),
+                max_size=60).map(''.join))
+def test_a_long_text_is_encoded_in_pieces(text):
+    """With the ids of the whole text: only where a tokenizer cuts lines."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(prepare_text, 'ENCODED', 3)
+        assert ''.join(prepare_text.pieces(text)) == text
+        for name, made, cuts in tokenizers_of_lines():
+            assert made.cuts_lines == cuts, name
+            prepare_text.write_dataset(folder, dict(train=[text], val=[TEXT]), made, 'me')
+            ids = np.fromfile(f'{folder}/train.bin', prepare_text.dtype_of(made)).tolist()
+            assert ids == (made.encode(text) if text or not cuts else []), (name, text)
 
 
 @pytest.fixture
