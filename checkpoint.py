@@ -15,6 +15,7 @@ import torch
 
 import tokenizer as tokenizers
 from formats import check_vocabulary, files_of, from_pretrained
+from formats.hub import GPT2_NAMES
 from formats.names import GPT2
 from formats.weights import check_weights, is_dense, once
 from whole_file import replacing
@@ -212,6 +213,8 @@ def tokenizer_named(name):
     folder = os.path.dirname(os.path.abspath(name)) if os.path.basename(name) == 'tokenizer.json' else name
     if is_run(name):
         return tokenizer_of(load(os.path.join(name, 'ckpt.pt')))
+    if name in GPT2_NAMES and not os.path.exists(name):  # tiktoken may have its byte pairs without a network
+        return tokenizers.GPT2Tokenizer()
     has_files = any(os.path.exists(os.path.join(folder, file)) for file in ('tokenizer.json', 'meta.json'))
     return tokenizers.from_state(
         tokenizers.state_of_dataset(folder) if has_files else files_of(name).tokenizer_state())

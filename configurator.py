@@ -253,13 +253,13 @@ def _read_file(path, defaults):
         what = 'in a file with a key' if 'key' in source.lower() else e
         raise ValueError(f"{path}: {type(e).__name__}: {what}") from e
     return {k: v for k, v in assigned.items()
-            if k in assigned.names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
+            if k in assigned.names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType, type))}
 
 
 def _parse(text, default):
     """The value of a command-line text: the text if the default is one, a Python literal if it is one, or the text."""
-    if isinstance(default, str):
-        return text
+    if isinstance(default, str):  # a shell leaves the ~ of --key=~/file to the program
+        return os.path.expanduser(text) if text.startswith('~/') else text
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -138,12 +138,15 @@ class JSONTokenizer(Tokenizer):
                 if text not in new or len(fields) > 1:
                     new[text] = fields | dict(special=fields.get('special', False) or text in added_tokens)
             n_new = self.library.add_tokens([tokenizers.AddedToken(**token) for token in new.values() if token])
-        except Exception as e:  # the library raises plain Exceptions
+            self.library.no_truncation()  # a file may ask for both, for training
+            self.library.no_padding()
+            self.begins = self.library.encode('').ids  # what stands before each text: a BOS token, or nothing
+        except BaseException as e:  # the library raises plain Exceptions, and one of its own that is none
+            if not isinstance(e, Exception) and type(e).__name__ != 'PanicException':
+                raise
             raise ValueError("the tokenizer.json cannot be read, or a token that the files beside it add "
                              f"({' '.join(str(e).split())}): is the download complete?") from e
         self.decoder, self.strips, self.cuts_lines = decoder_of(json)
-        self.library.no_truncation()  # a file may ask for both, for training
-        self.library.no_padding()
         self.json = self.library.to_str() if n_new else json
         if not self.library.get_vocab(with_added_tokens=False):
             raise ValueError("the tokenizer.json has no tokens: is the download complete?")
@@ -154,7 +157,6 @@ class JSONTokenizer(Tokenizer):
         self.ends = super().end_tokens if end_tokens is None else tuple(end_tokens)
         self.added_ids = frozenset(added := self.library.get_added_tokens_decoder())
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.begins = self.library.encode('').ids  # what stands before each text: a BOS token, or nothing
         if chat_template is not None:
             self.chat_template = ChatTemplate(chat_template, self.special_tokens)
 
@@ -230,7 +232,7 @@ def decoder_of(tokenizer_json):
     How the tokens of a tokenizer.json become text, a key of BYTES_OF; whether a text then loses the blank with which it
     begins; and `Tokenizer.cuts_lines`. ValueError if it is none of these.
     """
-    contents = json.loads(tokenizer_json)
+    contents = json.loads(tokenizer_json)  # the library has read it
     decoder, before = contents.get('decoder') or {}, contents.get('pre_tokenizer') or {}
     parts = [part.get('type') for part in decoder.get('decoders', ())]
     if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
@@ -352,7 +354,12 @@ def state_beside(folder):
     added = config.get('added_tokens_decoder') or {}
     if not isinstance(added, dict) or not all(i.isdecimal() for i in added):
         raise ValueError(f"{folder}/tokenizer_config.json: added_tokens_decoder must name ids, not {added!r:.50}")
-    if added := [*(added[i] for i in sorted(added, key=int)), *named.values()]:
+    others = [config.get(name) for name in ('sep_token', 'cls_token', 'mask_token')]
+    for more in (config.get(name) or [] for name in ('additional_special_tokens', 'extra_special_tokens')):
+        others += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
+    others = [token.get('content') if isinstance(token, dict) else token for token in others]
+    others = [text for text in others if text and isinstance(text, str)]
+    if added := [*(added[i] for i in sorted(added, key=int)), *named.values(), *others]:
         state['added_tokens'] = added
     if named:
         state['special_tokens'] = named
@@ -360,7 +367,7 @@ def state_beside(folder):
     if os.path.exists(path):
         template = read_text(path)
     if isinstance(template, list):  # several by name
-        template = {each.get('name'): each.get('template') for each in template if isinstance(each, dict)}
+        template = {str(each.get('name')): each.get('template') for each in template if isinstance(each, dict)}
     if isinstance(template, dict):
         template = template_of(template.get('default'), template.get('tool_use'))
     if isinstance(template, str):
@@ -487,12 +494,15 @@ def read_json_lines(path, form, is_good):
     for number, text in enumerate(read_text(path).split('\n'), 1):
         if not text.strip():
             continue
+        why = ''
         try:
             good = is_good(line := json.loads(text))
-        except (ValueError, LookupError, TypeError, RecursionError):
-            good = False
+        except LookupError as e:
+            good, why = False, f" ({e} is not there)"
+        except (ValueError, TypeError, AttributeError, RecursionError) as e:
+            good, why = False, f" ({e})" if isinstance(e, ValueError) else ''
         if not good:
-            raise ValueError(f"{path}, line {number} must be {form}, not {text[:60]!r}")
+            raise ValueError(f"{path}, line {number} must be {form}, not {text[:60]!r}{why}")
         yield f"{path}, line {number}", line
 
 

@@ -400,7 +400,8 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
         is_new = iter_num != checkpointer.first_iter or always_save_checkpoint and os.path.exists(checkpointer.last)
         asked = improved or is_new and (always_save_checkpoint or iter_num == max_iters)
         if iter_num > 0 and asked and not eval_only:
-            log.say(checkpointer.save(iter_num, best_val_loss, best=improved or always_save_checkpoint))
+            ends = iter_num == max_iters and checkpointer.is_of_earlier_run()  # no other file would have its model
+            log.say(checkpointer.save(iter_num, best_val_loss, best=improved or always_save_checkpoint or ends))
         is_saved = os.path.exists(checkpointer.best) and not checkpointer.is_of_earlier_run()
         if iter_num == max_iters and is_saved and not eval_only:
             log.say(f"trained for {time.monotonic() - checkpointer.began:,.0f} s; "
@@ -412,20 +413,22 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
 
 def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world_size):
     """
-    One update of the weights. Returns the mean loss of gradient_accumulation_steps batches, which the processes share
-    out. FloatingPointError, before the weights are changed, if it is not finite.
+    One update of the weights. Returns the mean loss over the scored tokens of gradient_accumulation_steps batches,
+    which the processes share out. FloatingPointError, before the weights are changed, if it is not finite.
     """
     if dist.is_initialized():  # dropout: different in each process, the same in a resumed run
         torch.manual_seed(hash((seed, iter_num, rank)))
-    micro_steps = gradient_accumulation_steps // world_size
+    micro_steps, first = gradient_accumulation_steps // world_size, iter_num * gradient_accumulation_steps
+    n_scored = [batches.n_scored(first + i) for i in range(gradient_accumulation_steps)]
     loss_sum = torch.zeros((), device=batches.device)
     for micro_step in range(micro_steps):
-        x, y = batches(iter_num * gradient_accumulation_steps + micro_step * world_size + rank)
+        number = micro_step * world_size + rank
+        x, y = batches(first + number)
         # gradients are averaged over the processes in the last backward pass; with fsdp in each, as only parts are kept
         last = micro_step == micro_steps - 1
         with nullcontext() if world_size == 1 or last or parallel == 'fsdp' else model.no_sync():
             with amp:
-                loss = model(x, y)[1] / micro_steps
+                loss = model(x, y)[1] / (sum(n_scored) / (n_scored[number] * world_size))
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
     if world_size > 1:

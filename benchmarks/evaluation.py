@@ -5,6 +5,7 @@ are those of lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) on th
     python bench.py --mode=eval --init_from=out-tinystories --text=my.txt --choices=tasks.jsonl
 """
 import math
+from functools import partial
 
 import torch
 
@@ -112,7 +113,7 @@ def is_question(line):
 
 
 PARTS = dict(
-    text=Part(lambda asked: rows(asked, 'text', read_text, bits_of), 1, "bits per byte of a text",
+    text=Part(lambda asked: rows(asked, 'text', partial(read_text, newline=''), bits_of), 1, "bits per byte of a text",
               'model text bytes tokens nats_per_token bits_per_byte standard_error'),
     choices=Part(lambda asked: rows(asked, 'choices', read_questions, accuracies), 1,
                  "multiple choice by log likelihood", 'model choices questions acc acc_error acc_norm acc_norm_error'))

@@ -6,7 +6,7 @@ import numpy as np
 
 from formats.tokenizer_files import json_tokenizer
 
-BEGIN, END = '\ufdd0', '\ufdd1'  # noncharacters of Unicode, which no text has
+BEGIN, END = '\ufdd0', '\ufdd1'  # noncharacters of Unicode, which texts should not have
 PLAIN = """\
 {% for message in messages %}
 ### {{ message.role }}
@@ -43,6 +43,8 @@ def scored_tokens(tokenizer, messages):
     format.
     """
     template, spans = tokenizer.chat_template, []
+    if re.search(f'[{BEGIN}{END}]', json.dumps(messages, ensure_ascii=False)):
+        raise ValueError("a message has the character U+FDD0 or U+FDD1, which mark answers here: leave them out")
     text = template.render(messages, add_generation_prompt=False, answer_begins=BEGIN, answer_ends=END)
     *marked, rest = re.split(f'{BEGIN}([^{END}]*){END}', text)
     if marked:
@@ -52,6 +54,11 @@ def scored_tokens(tokenizer, messages):
     encoding = tokenizer.encoding(text, add_special_tokens=False)
     ids, (starts, ends) = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2).T
     for i in [i for i, message in enumerate(messages) if message['role'] == 'assistant' and not marked]:
+        for end in tokenizer.end_tokens:
+            name = tokenizer.token_bytes[end].decode('utf-8', 'replace')
+            if name in messages[i]['content'] and end in tokenizer.special_ids:
+                raise ValueError(f"message {i + 1}, of the assistant, has the text {name}, with which answers end: "
+                                 "leave it out")
         before = template.render(messages[:i])
         stops = np.flatnonzero(np.isin(ids, tokenizer.end_tokens) & (starts >= len(before)))
         if not text.startswith(before) or not len(stops):

@@ -145,6 +145,9 @@ def write_dataset(folder, parts, tokenizer, source, ends=False):
                         progress.update(len(piece))
                     f.write(np.array(end, dtype_of(tokenizer)).tobytes())
                     n_chars += len(text)
+        for f in train, val:  # a full disk shows here, before anything is replaced
+            f.flush()
+            os.fsync(f.fileno())
         write_meta(folder, tokenizer, source=source, bytes=n_bytes)
         print(f"{n_chars:,} characters from {source}; vocabulary {tokenizer.vocab_size:,}")
         for split, f in (('train', train), ('val', val)):

@@ -22,9 +22,9 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     length in the file is that of the window, within which nothing is hidden. It rounds the context up to a multiple of
     256, and with learned positions a position past block_size ends its process. llama-server keeps within the context
     length by itself; with other front ends, keep prompt and new tokens within it.
-    Raises ValueError on another type, for sinks, for windows without rope, for rope_scaling in others than a llama, if
-    path is a file of another format, if gguf is not installed, if the tokenizer has more tokens than the model, and for
-    a tokenizer.json that llama.cpp has no rule for.
+    Raises ValueError on another type, for sinks, for windows without rope, for rope_scaling in others than a llama, for
+    a qwen2 whose heads are not of n_embd / n_head numbers, if path is a file of another format, if gguf is not
+    installed, if the tokenizer has more tokens than the model, and for a tokenizer.json that llama.cpp has no rule for.
 
     Sources: docs/gguf.md in https://github.com/ggml-org/ggml; src/llama-vocab.cpp and, in src/models, gpt2, starcoder2,
     mpt, llama, qwen2 and qwen3.cpp in https://github.com/ggml-org/llama.cpp.
@@ -44,6 +44,9 @@ def to_gguf(model, path, type='f32', tokenizer=None):
             raise ValueError(f"q8_0 packs 32 numbers in a block, and {name} {n} is not a multiple of 32: use type=f32")
     if c.rope_scaling and architecture != 'llama':
         raise ValueError(f"llama.cpp's {architecture} has no rope_scaling: export with --to=hf")
+    if architecture == 'qwen2' and c.n_head * c.head_dim != c.n_embd:
+        raise ValueError(f"head_dim {c.head_dim}, but in llama.cpp's qwen2 it is n_embd / n_head, "
+                         f"{c.n_embd / c.n_head:g}: export with --to=hf")
     if os.path.exists(path) and not is_gguf(path):
         raise ValueError(f"{path} exists and is no GGUF file: remove it, or choose another path")
     quantised = gguf.GGMLQuantizationType[type.upper()]

@@ -93,10 +93,13 @@ def rule_of(content):
     ValueError if there is none.
     """
     before, model, splits = content.get('pre_tokenizer') or {}, content.get('model', {}), []
+    plain = dict(Split=dict(behavior='Isolated', invert=False), Digits=dict(individual_digits=True),
+                 ByteLevel=dict(add_prefix_space=False))
     for part in before.get('pretokenizers', [before]):
+        expected = plain.get(part.get('type'), {})
         known = dict(Split=[part.get('pattern', {}).get('Regex')], Digits=[r'\p{N}'],
                      ByteLevel=[WORDS] * part.get('use_regex', True))
-        splits += known.get(part.get('type'), [part.get('type')])
+        splits += known.get(part.get('type'), [part.get('type')]) if expected.items() <= part.items() else [part]
     names = [name for name, rule in RULES.items() if rule == splits]
     normalizer = (content.get('normalizer') or {}).get('type')
     if not names or model.get('type') != 'BPE' or model.get('byte_fallback') or normalizer not in (None, 'NFC'):

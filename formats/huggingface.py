@@ -115,14 +115,14 @@ def huggingface_config(model, family):
         return shared | dict(
             hidden_act='silu', rms_norm_eps=eps, head_dim=c.head_dim, attention_bias=c.bias, mlp_bias=c.bias,
             use_sliding_window=c.window > 0, max_window_layers=0 if c.window else c.n_layer)
-    if c.n_inner % c.n_embd:
-        raise ValueError(f"n_inner {c.n_inner}, but in transformers' ALiBi models (mpt) it is a multiple of n_embd "
+    if c.n_inner != 4 * c.n_embd:
+        raise ValueError(f"n_inner {c.n_inner}, but in transformers' ALiBi models (mpt) it is 4 times n_embd "
                          f"{c.n_embd}: export to gguf")
     if c.gelu != 'none':
         raise ValueError(f"gelu={c.gelu}, but transformers' ALiBi models (mpt) have the exact GELU: train with "
                          "--gelu=none, or export to gguf")
     return shared | dict(
-        expansion_ratio=c.n_inner // c.n_embd, no_bias=True, learned_pos_emb=False, layer_norm_epsilon=eps,
+        expansion_ratio=4, no_bias=True, learned_pos_emb=False, layer_norm_epsilon=eps,
         resid_pdrop=c.dropout, emb_pdrop=c.dropout, norm_type='low_precision_layernorm',
         attn_config=dict(alibi=True, alibi_bias_max=8, attn_type='multihead_attention', attn_impl='torch'))
 

@@ -139,7 +139,9 @@ class Files:
             raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
                              "*.safetensors, or with ckpt.pt, nor a GGUF file, nor owner/name of a model on the hub")
         index = os.path.join(folder, 'model.safetensors.index.json')
-        if os.path.exists(index):
+        if 'model.safetensors' in names:  # as in transformers: an index beside it is of other files
+            names = ['model.safetensors']
+        elif os.path.exists(index):
             listed, there = read_downloaded(index).get('weight_map'), names
             if not isinstance(listed, dict):
                 raise ValueError(f"{index} has no weight_map: is the download complete?")
@@ -147,8 +149,6 @@ class Files:
             if missing := [name for name in names if name not in there]:
                 raise ValueError(f"{folder} lacks {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}, which "
                                  f"{os.path.basename(index)} names: is the download complete?")
-        elif 'model.safetensors' in names:
-            names = ['model.safetensors']
         self.folder, self.names, self.where = folder, names, os.path.join(folder, 'config.json')
         self.config, self.is_gpt2 = read_downloaded(self.where), is_gpt2
 

@@ -80,6 +80,15 @@ def test_without_marks_an_answer_goes_up_to_its_end_token():
             scored_tokens(template, [dict(role=role, content='ab') for role in ('user', 'assistant', 'user') * 2])
 
 
+def test_an_answer_with_the_text_of_its_end_is_refused():
+    """Its target would end there. With marks it is scored as a whole, as in transformers."""
+    messages = [dict(role='user', content='ab'), dict(role='assistant', content='a <|im_end|> b')]
+    with pytest.raises(ValueError, match=r'message 2, of the assistant, has the text <\|im_end\|>, with which'):
+        scored_tokens(with_template(chat_tokenizer(TEXTS), CHAT), messages)
+    ids, scored = scored_tokens(with_template(chat_tokenizer(TEXTS), MARKED), messages)
+    assert chat_tokenizer(TEXTS).decode(ids[scored]) == 'a <|im_end|> b<|im_end|>'
+
+
 def test_an_answer_of_weight_0_is_read_and_not_scored():
     """Where the template marks answers, and where it does not. One that marks others cannot say which these are."""
     made = chat_tokenizer(TEXTS)
@@ -195,9 +204,10 @@ def test_rows_without_anything_to_score_are_refused_by_number(tmp_path):
     rows[1] = rows[1][0], [False] * len(rows[1][1])
     rows[4] = rows[4][0], [True] + [False] * 7 + [True] * (len(rows[4][1]) - 8)  # the cut hides these
     write_rows(tmp_path, rows)
-    with pytest.raises(ValueError, match=r'nothing within block_size 7 in 2 of the conversations, number 2, 5: raise'):
+    with pytest.raises(ValueError, match=r'nothing within block_size 7 in 2 of the conversations of train.bin, among '
+                                         'these number 2, 5: raise'):
         Conversations(str(tmp_path), 'train', 2, 7, 50, 'cpu')
-    with pytest.raises(ValueError, match='in 1 of the conversations, number 2: raise'):
+    with pytest.raises(ValueError, match='in 1 of the conversations of train.bin, among these number 2: raise'):
         Conversations(str(tmp_path), 'train', 2, 8, 50, 'cpu')
     with pytest.raises(ValueError, match='vocab_size 20: run data/chat/prepare.py again'):
         Conversations(str(tmp_path), 'train', 2, 8, 20, 'cpu')
@@ -257,6 +267,22 @@ def test_two_processes_share_the_batches_of_conversations(repo, gloo):  # noqa: 
     assert one['best_val_loss'] == pytest.approx(two['best_val_loss'], abs=2e-5)
 
 
+def test_each_scored_token_weighs_the_same_however_rows_are_accumulated(repo):
+    """All 9 rows at once, in batches of 3 and one by one: the mean over their tokens, not over their batches."""
+    _, settings = chat_files(repo, 10)
+    assert run(repo, 'data/chat/prepare.py', *settings).returncode == 0
+    how, found = (*SHORT, '--max_iters=3', '--log_interval=1', '--learning_rate=1e-3', '--dropout=0.0'), []
+    for n in 1, 3, 9:
+        done = run(repo, 'train.py', *TINY, *how, f'--gradient_accumulation_steps={n}', f'--batch_size={9 // n}')
+        assert done.returncode == 0, done.stderr
+        losses = [float(loss) for loss in re.findall(r'^iter \d+: loss ([\d.]+)', done.stdout, re.M)]
+        found.append((losses, checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model']))
+    (losses, model), *others = found
+    for theirs, of_theirs in others:
+        assert theirs == pytest.approx(losses, abs=2e-4) and len(losses) == 3
+        assert all(torch.allclose(w, of_theirs[name], atol=2e-4) for name, w in model.items())
+
+
 HI = dict(role='user', content='Hi')
 
 
@@ -267,7 +293,10 @@ HI = dict(role='user', content='Hi')
     (json.dumps(dict(messages=[HI])), 'my.jsonl, line 1: the assistant says nothing'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content='\ud800')])), 'line 1: characters'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=' ')])), 'message 2, of the assistant, is empty'),
-    (json.dumps(dict(messages=[HI, dict(role='assistant', content='', tool_calls=[{}])])), 'message 2 calls tools'),
+    (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=None, tool_calls=[{}])])), 'message 2 calls'),
+    (json.dumps(dict(messages=[HI, dict(role='assistant', content=None)])), 'role and content of message 2'),
+    (json.dumps(dict(messages=[HI, dict(role='gpt', content='a')])), 'line 1: the role of message 2 must be one'),
+    (json.dumps(dict(messages=[HI, dict(role='assistant', content='a\ufdd0b')])), 'line 1: a message has'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant')], held_out='false')), '"held_out" must be true or false'),
     ((json.dumps(dict(messages=[HI, dict(HI, role='assistant')])) + '\n') * 3, '3 conversations to train on and 0')])
 def test_what_is_no_conversation_is_one_line(repo, text, says):

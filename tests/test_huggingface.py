@@ -82,6 +82,8 @@ NO_MODEL = [  # config, what the line has to say
     *[(to, *case) for to in (formats.to_huggingface, formats.to_gguf) for case in NO_MODEL],
     (formats.to_huggingface, ALIBI | dict(bias=True), 'have no biases: train with --bias=False'),
     (formats.to_huggingface, ALIBI | dict(gelu='tanh'), 'have the exact GELU: train with --gelu=none'),
+    (formats.to_huggingface, ALIBI | dict(n_inner=96), 'n_inner 96, but in transformers'),
+    (formats.to_gguf, QWEN3 | dict(qk_norm=False, qkv_bias=True, head_dim=16), 'head_dim 16, but in llama.cpp'),
 ])
 def test_what_no_family_computes_is_refused(tmp_path, to, config, line):
     if to is formats.to_gguf:

@@ -63,6 +63,8 @@ def test_vocab_size_is_the_largest_id_and_one():
     (lambda c: c | dict(decoder=dict(type='Metaspace', replacement='▁', prepend_scheme='always', split=True)),
      'decoder of the tokenizer.json is Metaspace'),
     (lambda c: c | dict(decoder=None), 'decoder of the tokenizer.json is None'),
+    (lambda c: c | dict(post_processor=dict(type='TemplateProcessing', pair=[], special_tokens={}, single=[
+        dict(SpecialToken=dict(id='<s>', type_id=0))])), 'cannot be read'),
 ])
 def test_what_cannot_be_used_is_refused(content, line):
     content = content if isinstance(content, str) else json.dumps(content(json.loads(json_tokenizer(TEXT).json)))
@@ -255,6 +257,8 @@ def flags(text, **changes):
     dict(tokenizer_config=dict(eos_token='<|end|>', added_tokens_decoder={'0': flags('<|endoftext|>', special=False)})),
     dict(tokenizer_config=dict(eos_token='<pad>', added_tokens_decoder={'3': flags('<pad>', special=False)})),
     dict(tokenizer_config={}, special_tokens_map=dict(eos_token='<|end|>')),
+    dict(tokenizer_config=dict(mask_token='<a>', cls_token='<c>', additional_special_tokens=['<|user|>', '<b>'])),
+    dict(tokenizer_config=dict(extra_special_tokens=['<x>', '<|end|>'])),
 ])
 def test_tokens_of_the_files_beside_it_are_those_of_transformers(tmp_path, files):
     transformers = pytest.importorskip('transformers', reason="transformers is not installed")

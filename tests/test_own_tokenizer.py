@@ -118,7 +118,10 @@ def test_the_rule_of_a_tokenizer_json_is_that_of_the_gguf_file_of_the_same_model
     digits = dict(type='Digits', individual_digits=True)
     content['pre_tokenizer'] = dict(type='Sequence', pretokenizers=[digits, content['pre_tokenizer']])
     assert rule_of(content) == 'smollm' and RULES['smollm'][0] == r'\p{N}'
-    for change in (dict(normalizer=dict(type='Lowercase')), dict(pre_tokenizer=dict(type='Whitespace'))):
+    prefix = dict(type='ByteLevel', add_prefix_space=True)
+    for change in (dict(normalizer=dict(type='Lowercase')), dict(pre_tokenizer=dict(type='Whitespace')),
+                   dict(pre_tokenizer=prefix), dict(pre_tokenizer=dict(type='Sequence', pretokenizers=[
+                       dict(type='Digits', individual_digits=False), prefix | dict(add_prefix_space=False)]))):
         with pytest.raises(ValueError, match='none of llama.cpp'):
             rule_of(content | change)
 

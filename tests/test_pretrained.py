@@ -180,6 +180,8 @@ def test_sharded_weights(tmp_path):
     where = {name: f'model-{i % 3 + 1:05}-of-00003.safetensors' for i, name in enumerate(weights)}
     for file in {*where.values()}:
         save_file({name: w for name, w in weights.items() if where[name] == file}, folder / file)
+    (folder / index).write_text(json.dumps(dict(metadata={}, weight_map={name: 'gone.safetensors' for name in where})))
+    assert GPT.from_pretrained(str(folder))  # the whole file counts, as in transformers
     os.remove(folder / 'model.safetensors')
     (folder / index).write_text(json.dumps(dict(metadata={}, weight_map=where)))
     (folder / 'adapter.safetensors').write_text('the index does not name it')

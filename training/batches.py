@@ -162,6 +162,10 @@ class Batches:
             tokens = tokens.to(self.device)
         return tokens[:, :-1], tokens[:, 1:]
 
+    def n_scored(self, step):
+        """How many targets of a batch are scored."""
+        return self.batch_size * self.tokens_per_row
+
     def in_words(self, loss):
         """A loss in nats a token, as text; with bits per byte where meta.json says how many bytes the split has."""
         if not self.n_bytes:

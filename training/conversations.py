@@ -34,12 +34,16 @@ class Conversations:
         lengths = np.diff(self.starts, append=len(self.marks))
         self.lengths = np.minimum(lengths, block_size + 1)
         self.n_cut, self.tokens_per_row = int((lengths > self.lengths).sum()), float(self.lengths.mean()) - 1
-        n_before = np.cumsum(self.marks & SCORED)  # up to each token and with it
-        silent = np.flatnonzero(n_before[self.starts + self.lengths - 1] == n_before[self.starts])
+        # of the second token of each row up to its last one; add.reduceat takes pairs of a begin and an end, and no end
+        scored = np.append(self.marks & SCORED, [0] * 2).astype(bool)
+        bounds = np.stack([self.starts + 1, self.starts + self.lengths], 1).ravel()
+        self.scored_of_row = np.add.reduceat(scored, bounds, dtype=np.int64)[::2] * (self.lengths > 1)
+        silent = np.flatnonzero(self.scored_of_row == 0)
         if len(silent):
             numbers = ', '.join(str(i + 1) for i in silent[:9]) + ' ...' * (len(silent) > 9)
             raise ValueError(f"{path}: the assistant says nothing within block_size {block_size} in {len(silent)} of "
-                             f"the conversations, number {numbers}: raise block_size, or leave them out")
+                             f"the conversations of {split}.bin, among these number {numbers}: raise block_size, or "
+                             "leave them out")
         self.epoch = lru_cache(maxsize=2)(self.epoch)
 
     def epoch(self, number):
@@ -49,10 +53,18 @@ class Conversations:
         order = np.argsort(self.lengths[rows] * rng.uniform(1 - JITTER, 1 + JITTER, len(rows)))
         return rng.permutation(rows[order].reshape(-1, self.batch_size))
 
+    def rows(self, step):
+        """The numbers of the conversations of batch `step`, (batch_size,)."""
+        n_batches = -(-len(self.starts) // self.batch_size)
+        return self.epoch(step // n_batches)[step % n_batches]
+
+    def n_scored(self, step):
+        """How many targets of a batch are scored."""
+        return int(self.scored_of_row[self.rows(step)].sum())
+
     def __call__(self, step):
         """Batch `step`: inputs and targets, int64 tensors (batch_size, T); a target of -1 is not scored."""
-        n_batches = -(-len(self.starts) // self.batch_size)
-        rows = self.epoch(step // n_batches)[step % n_batches]
+        rows = self.rows(step)
         inputs = np.zeros((len(rows), self.lengths[rows].max() - 1), np.int64)
         targets = np.full_like(inputs, -1)
         for x, y, start, length in zip(inputs, targets, self.starts[rows], self.lengths[rows]):

@@ -12,6 +12,7 @@ import configurator
 from whole_file import replacing
 
 COLUMNS = 'iter', 'lr', 'batch_loss', 'train_loss', 'val_loss', 'ms_per_iter', 'tokens_per_s', 'mfu'  # of log.csv
+MOST_POINTS = 5000  # of a curve of loss.png
 
 
 def start_wandb(project, name, config):
@@ -49,15 +50,15 @@ class Log:
         Open the progress bar and out_dir/log.csv, which gets a row for each logged iteration and each evaluation. A
         resumed run (iter_num > 0) keeps the rows before iter_num and writes the later ones again.
         """
-        path, self.rows, self.drawn = os.path.join(out_dir, 'log.csv'), [], -math.inf
+        path, rows, self.drawn = os.path.join(out_dir, 'log.csv'), [], -math.inf
         if iter_num and os.path.exists(path):
             with open(path, newline='') as f:  # the last row of a crashed run may be cut off: it has no iter
                 rows = [row for row in csv.DictReader(f) if (row.get('iter') or '').isdigit()]
-            self.rows = [row for row in rows if int(row['iter']) < iter_num]
+            rows = [row for row in rows if int(row['iter']) < iter_num]
         with replacing(path, 'w', newline='') as f:
             writer = csv.DictWriter(f, COLUMNS, restval='', extrasaction='ignore')
             writer.writeheader()
-            writer.writerows(self.rows)
+            writer.writerows(rows)
         self.file = open(path, 'a', newline='')
         self.bar = tqdm(total=max_iters, initial=iter_num, unit='it', disable=None, dynamic_ncols=True)
 
@@ -125,9 +126,9 @@ class Log:
     def row(self, **values):
         """Add a row to log.csv. values: of some of COLUMNS. A run whose log.csv cannot be written goes on without."""
         if self.file is not None:
-            self.rows.append({name: x if isinstance(x, int) else f'{x:.6g}' for name, x in values.items()})
+            row = {name: x if isinstance(x, int) else f'{x:.6g}' for name, x in values.items()}
             try:
-                csv.DictWriter(self.file, COLUMNS, restval='').writerow(self.rows[-1])
+                csv.DictWriter(self.file, COLUMNS, restval='').writerow(row)
                 self.file.flush()
             except OSError as e:
                 self.say(f"{self.file.name} cannot be written ({e.strerror}), and the run goes on without it")
@@ -146,15 +147,22 @@ class Log:
         from matplotlib.figure import Figure  # half a second: only where a picture is drawn
         fig = Figure(figsize=(7, 4), layout='constrained')
         ax = fig.subplots()
-        for column, style in (('batch_loss', dict(color='0.8', lw=1)), ('train_loss', dict(color='C0', marker='.')),
-                              ('val_loss', dict(color='C1', marker='.'))):
-            points = [(int(row['iter']), float(row[column])) for row in self.rows if row.get(column)]
-            if points:
-                ax.plot(*zip(*points), label=column.replace('_', ' '), **style)
         ax.set(xlabel='iteration', ylabel='loss, nats per token')
         ax.grid(alpha=0.3)
-        ax.legend()
+        styles = dict(batch_loss=dict(color='0.8', lw=1), train_loss=dict(color='C0', marker='.'),
+                      val_loss=dict(color='C1', marker='.'))
+        points = {column: [] for column in styles}
         try:
+            with open(self.file.name, newline='') as f:
+                for row in csv.DictReader(f):
+                    for column in points:
+                        if row[column]:
+                            points[column].append((int(row['iter']), float(row[column])))
+            for column, of_column in points.items():
+                if of_column:
+                    shown = of_column[::1 + len(of_column) // MOST_POINTS]
+                    ax.plot(*zip(*shown), label=column.replace('_', ' '), **styles[column])
+            ax.legend()
             with replacing(self.file.name.replace('log.csv', 'loss.png')) as f:
                 fig.savefig(f, format='png', dpi=110)
         except OSError as e:

@@ -28,6 +28,7 @@ input = ''  # files with commas between; by default kv_cache.jsonl in this folde
 tokenizer = 'data/real/SmolLM2-135M-Instruct.Q4_1.gguf'  # of the model: what init_from of train.py takes
 
 FORM = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+ROLES = 'system', 'developer', 'user', 'assistant', 'tool', 'function'
 
 
 def main(config):
@@ -61,21 +62,26 @@ def main(config):
 
 
 def check_answers(line):
-    """ValueError for an answer that a model would learn as an empty one, and for a wrong "held_out"."""
+    """ValueError for an answer that a model would learn as an empty one, another role, and a wrong "held_out"."""
     if line.get('held_out') not in (None, False, True):
         raise ValueError(f'"held_out" must be true or false, not {line["held_out"]!r:.40}')
     for i, message in enumerate(line['messages']):
+        if message['role'] not in ROLES:
+            raise ValueError(f"the role of message {i + 1} must be one of {', '.join(ROLES)}, not "
+                             f"{message['role']!r:.40}")
         if message['role'] == 'assistant':
-            if message.get('tool_calls') or message.get('function_call'):
-                raise ValueError(f"message {i + 1} calls tools, but only texts can be trained on: leave the line out")
             if not message['content'].strip():
                 raise ValueError(f"message {i + 1}, of the assistant, is empty, and a model would learn to say "
                                  "nothing: leave the line out")
 
 
 def is_conversation(line):
-    messages = line['messages']
-    return messages and all(isinstance(m['role'], str) and isinstance(m['content'], str) for m in messages)
+    for i, message in enumerate(messages := line['messages']):
+        if message.get('tool_calls') or message.get('function_call'):
+            raise ValueError(f"message {i + 1} calls tools, but only texts can be trained on: leave the line out")
+        if not isinstance(message['role'], str) or not isinstance(message['content'], str):
+            raise ValueError(f"role and content of message {i + 1} must be texts")
+    return messages
 
 
 if __name__ == '__main__':
