@@ -57,6 +57,8 @@ class DrawSettings:
                 raise ValueError(f"token ids are 0 to {vocab_size - 1}, and a stop or a bias is for {token}: "
                                  "leave it out")
         self.bias_tokens, self.biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float64)
+        if np.isnan(self.biases).any():
+            raise ValueError("a bias must be a number, not nan: leave it out")
         self.vocab_size, self.penalised, self.prompt = vocab_size, self.values[4:] != (0.0, 0.0, 1.0), prompt
         self.counts, self.in_prompt, self.n_counted, self.allowed = None, None, 0, None
 

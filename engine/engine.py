@@ -45,7 +45,11 @@ class Engine:
         if executor is None:
             from decode.eager import EagerExecutor
             executor = EagerExecutor(model)
+        if kv_bits not in (0, 8):
+            raise ValueError(f"kv_bits must be 0 or 8, not {kv_bits!r}")
         self.model, self.executor, self.pool = model, executor, pool or default_pool(model.config)
+        self.pool.reset()
+        self.pool.engine = weakref.ref(self)
         n_slots = getattr(self.pool, 'n_slots', 0)
         if n_slots:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
@@ -58,7 +62,7 @@ class Engine:
         self.parameters = [m._parameters for m in model.modules() if m._parameters]  # model.parameters() is slow
         self.weights, self.pid = weights_of(self.parameters), os.getpid()
         self.is_running = self.unfinished = False
-        self.over = []  # sequences that have ended without a call
+        self.over, self.late = [], []  # sequences that have ended without a call; what is to end after the present one
         self.n_steps = self.n_computed = 0  # steps of the model, and tokens whose keys and values they have computed
 
     def add(self, prompt, max_new_tokens, n=1, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), salt='',
@@ -82,10 +86,15 @@ class Engine:
         if type(max_new_tokens) is not int or max_new_tokens < 0 or type(n) is not int or n < 1:
             raise ValueError(f"max_new_tokens must be an integer from 0 on and n one from 1 on, not {max_new_tokens!r} "
                              f"and {n!r}")
+        numbers = (logits_from, 0), (most_ahead, 1)
+        if type(salt) is not str or any(type(n) is not int or n < least for n, least in numbers):
+            raise ValueError(f"salt must be a text, logits_from an integer from 0 on and most_ahead one from 1 on, not "
+                             f"{salt!r}, {logits_from!r} and {most_ahead!r}")
         n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
+        if prompt_logits and (not self.pool.page_size or len(prompt) > c.max_positions):
+            raise ValueError("prompt_logits=True needs a cache, so another pool than NoPool, and a prompt of at most "
+                             f"{c.max_positions} tokens, not {len(prompt)}")
         self.check_room(prompt, max_new_tokens)
-        if prompt_logits and not self.pool.page_size:
-            raise ValueError("prompt_logits=True needs a cache: make the engine with another pool than NoPool")
         self.notice_changes()
         sequences = [
             Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stop_ids, min_tokens, logit_bias, prompt, **values),
@@ -140,6 +149,8 @@ class Engine:
             return results
         finally:
             self.is_running = False
+            while self.late:
+                self.end(*self.late.pop())
 
     def run(self, batch):
         """What `step` returns of a batch."""
@@ -174,12 +185,17 @@ class Engine:
         if not behind:
             return
         for s in behind:
-            s.constraint.take(s.tokens[s.n_prompt:])
-        behind[0].constraint.write([s.constraint for s in behind])
+            try:
+                s.constraint.take(s.tokens[s.n_prompt:])
+            except Exception as error:
+                s.error = error
+        if going := [s.constraint for s in behind if not s.error]:
+            going[0].write(going)
         for s in behind:
-            if s.constraint.is_complete:
-                s.error = s.constraint.error
-                self.end(s, 'error' if s.error else 'stop')
+            if s.error or s.constraint.is_complete:
+                s.error = s.error or s.constraint.error
+                s.ended = 'error' if s.error else 'stop'
+                self.scheduler.remove(s)
                 self.over.append(s)
 
     def recover(self, batch, error):
@@ -218,7 +234,10 @@ class Engine:
         return not (self.over or self.scheduler.running or self.scheduler.waiting)
 
     def end(self, sequence, reason, n_tokens=None):
-        """End a sequence that goes on, after its first n_tokens. Its slots are free."""
+        """End a sequence that goes on, after its first n_tokens. Its slots are free once no call is under way."""
+        if self.is_running:  # Python collects a generator of `stream` at any time
+            self.late.append((sequence, reason, n_tokens))
+            return
         if n_tokens is not None:
             del sequence.tokens[n_tokens:]
         if not sequence.ended:
@@ -236,11 +255,13 @@ class Engine:
 
     def check_caller(self):
         """
-        ValueError in the child of a fork, inside of a call, and if the executor has the slots of an engine made later.
+        ValueError in the child of a fork, inside of a call, and if a later engine has the executor or the pool.
         """
-        if self.executor.layers is not self.layers:
-            raise ValueError("a later engine has taken the executor of this one, and an executor works for one engine: "
-                             "make an executor for each")
+        for name, is_taken in (('executor', self.executor.layers is not self.layers),
+                               ('pool', self.pool.engine() is not self)):
+            if is_taken:
+                raise ValueError(f"a later engine has taken the {name} of this one, and it works for one engine: make "
+                                 "one for each")
         if self.pid != os.getpid():
             raise ValueError("this engine was made before a fork, in another process: make an engine in this process")
         if self.is_running:

@@ -35,6 +35,8 @@ class Scheduler:
     def __init__(self, pool, budget, most_running):
         if budget < 1:
             raise ValueError(f"a step must be allowed to compute at least 1 token, not {budget}")
+        if most_running < 1:
+            raise ValueError(f"at least 1 sequence must be allowed to run, not {most_running}")
         # without a cache all tokens of a sequence are computed in one step
         self.pool, self.budget = pool, budget if pool.page_size else 2**62
         self.most_running = min(most_running, pool.most_sequences)
@@ -194,7 +196,7 @@ class Scheduler:
         for s in [s for s in self.running if s.siblings and s.n_computed >= s.length - 1]:
             siblings, s.siblings = [sibling for sibling in s.siblings if not sibling.ended], []
             for sibling in siblings:
-                if len(self.running) < self.most_running:
+                if len(self.running) < self.most_running and not self.trials:  # those that are tried come first
                     self.pool.fork(s, sibling)
                     self.pool.extend(sibling, 1)  # it gets the copy, so that the pages of siblings follow each other
                     sibling.n_found = s.n_found

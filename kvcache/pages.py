@@ -167,11 +167,15 @@ class PagePool:
     def look_up(self, sequence, first=0):
         """Write the runs of the pages of a sequence from number `first` on, and n_writable."""
         s, size = sequence, self.page_size
+        numbers = range(first, len(s.table))
         if first == 0:
-            s.runs = Runs()
-        for i, page in enumerate(s.table[first:], first):
-            if page is not None:
-                s.runs.append(i * size, page * size, size)
+            s.runs, last = Runs(), len(s.table)
+            while last and s.table[last - 1] is not None:  # those that a window has passed are many, and lie between
+                last -= 1
+            numbers = [*range(min(last, -(-self.n_sink // size))), *range(last, len(s.table))]
+        for i in numbers:
+            if s.table[i] is not None:
+                s.runs.append(i * size, s.table[i] * size, size)
         s.n_writable = len(s.table) * size
 
     def computed(self, sequence, n):

@@ -3,6 +3,7 @@ The engine: what it gives is what the model gives without a cache, and what each
 it, whichever pool and executor, and whatever has happened before.
 """
 import contextlib
+import math
 import multiprocessing
 import os
 import random
@@ -252,13 +253,69 @@ def test_another_thread_and_a_forked_child_are_told_so():
     (dict(prompt=['a']), 'list of'), (dict(prompt=[[1], [2, 3]]), 'list of'), (dict(prompt=[1.5]), 'list of'),
     (dict(prompt=[1] * 12, max_new_tokens=20), '8 pages of 4 slots, and the pool has 6'),
     (dict(when_full='roll'), "when_full must be crop or shift"), (dict(keep=3), "when_full='shift'"),
-    (dict(when_full='shift', keep=33), 'must fit in 32'), (dict(when_full='shift', n_keep=32), 'must fit in 32')])
+    (dict(when_full='shift', keep=33), 'must fit in 32'), (dict(when_full='shift', n_keep=32), 'must fit in 32'),
+    (dict(salt=[1]), 'salt must be a text'), (dict(most_ahead=None), 'most_ahead one from 1 on'),
+    (dict(logits_from='x'), 'logits_from an integer'), (dict(logit_bias={3: math.nan}), 'a bias must be a number'),
+    (dict(prompt=[1] * 33, max_new_tokens=1, prompt_logits=True), 'a prompt of at most 32 tokens, not 33')])
 def test_what_makes_no_sense_is_refused(wrong, words):
     model = model_of('learned', block_size=32)
     engine = Engine(model, EagerExecutor(model), default_pool(model.config, 6, 4))
     with pytest.raises(ValueError, match=words):
         engine.add(**(dict(prompt=[1] * 32 if 'n_keep' in wrong else [1], max_new_tokens=2) | wrong))
+    for how in dict(kv_bits=4), dict(most_running=0), dict(budget=0):
+        with pytest.raises(ValueError, match='must be'):
+            Engine(model, **how)
     assert engine.is_idle and len(engine.generate([[1, 2]], 4)[0]) == 6
+
+
+def test_a_pool_is_of_one_engine():
+    """Another one finds nothing in it, and the first one is told so."""
+    pool = PagePool(40, 4)
+    one, two = toy_model(), model_of('learned', block_size=32)
+    first = Engine(one, ToyExecutor(one), pool)
+    first.generate([[1] * 9], 3)
+    assert Engine(two, EagerExecutor(two), pool).generate([[1] * 9], 3, temperature=0) == Engine(two).generate(
+        [[1] * 9], 3, temperature=0)
+    with pytest.raises(ValueError, match='has taken the pool of this one'):
+        first.generate([[1] * 9], 3)
+
+
+def test_a_sequence_may_end_while_a_call_is_under_way():
+    """As where Python collects a generator of `stream`. The call may fail: others go on."""
+    model = toy_model()
+    executor = ToyExecutor(model)
+    engine = Engine(model, executor, default_pool(model.config, 40, 4))
+    expected, = engine.generate([[1, 2, 3]], 9)
+    for error in None, Refused, RuntimeError:
+        (leaving,), (staying,) = (engine.add(prompt, 9, most_ahead=1) for prompt in ([4, 5], [1, 2, 3]))
+
+        def fails(texts, leaving=leaving, error=error):
+            if not leaving.ended and leaving.n_drawn == 2:
+                engine.end(leaving, 'abort')
+                executor.fails = lambda texts: None
+                if error:
+                    raise error('while one ends')
+        executor.fails = fails
+        for _ in range(60):
+            engine.step()
+        assert engine.is_idle and leaving.ended == 'abort' and staying.tokens == expected and not staying.error
+        assert engine.pool.n_free == engine.pool.n_pages
+
+
+def test_a_constraint_that_fails_ends_its_own_sequence():
+    model = model_of('learned', block_size=60)
+    engine = Engine(model)
+
+    def fails(drawn):
+        if len(drawn) == 3:
+            raise MemoryError('of a constraint')
+    bad, = engine.add([1], 9, stop_ids=[20], constraint=ToyConstraint(29, 25, fails=fails))
+    good, = engine.add([2], 9, stop_ids=[20], seed=1, constraint=ToyConstraint(29, 25))
+    while not engine.is_idle:
+        engine.step()
+    assert bad.ended == 'error' and isinstance(bad.error, MemoryError) and bad.n_drawn == 3
+    assert not good.error and good.tokens == text_alone(model, [2], 9, stop_ids=[20], seed=1,
+                                                        constraint=ToyConstraint(29, 25))
 
 
 @pytest.mark.parametrize('speculate', ['off', 'int4'])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from toy_executor import ToyExecutor, toy_model
 
+from decode.batch import Refused
 from engine import Engine, default_pool
 
 V = 11
@@ -126,6 +127,22 @@ def test_samples_share_the_pages_of_their_prompt():
     assert tables[0][:2] == tables[1][:2] == tables[2][:2] and len({table[2] for table in tables}) == 3
     finish(engine)
     assert engine.n_computed == 8 + 3 * 4
+
+
+def test_siblings_do_not_lock_out_what_is_tried():
+    """After a call that was refused: two may run, and the samples of the first prompt would be both."""
+    model = toy_model(32, V)
+    executor = ToyExecutor(model)
+    engine = Engine(model, executor, default_pool(model.config, 50, 4), 8, 2)
+    sequences = engine.add(list(range(V)) * 2, 5, n=3) + engine.add([1, 2, 3], 5)
+
+    def refuses(texts):
+        executor.fails = lambda texts: None
+        raise Refused('once')
+    executor.fails = refuses
+    for _ in range(60):
+        engine.step()
+    assert all(s.ended == 'length' and not s.error for s in sequences) and engine.is_idle
 
 
 def test_salt_separates_users():
