@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 MOST_CALLS = 128   # of one answer
 MOST_FORCED = 4    # of one that has to call: a small model may go on until it is cut off
-PLAIN = {'type', 'properties', 'required', 'title', 'description', '$defs', '$schema'}  # of a schema
+PLAIN = {  # of a schema
+    'type', 'properties', 'required', 'title', 'description', '$defs', 'definitions', '$schema', '$id', '$comment',
+    'examples', 'default', 'deprecated'}
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks in texts
 # for llguidance: arguments have the blanks that templates show, and no others
 SPACING = dict(whitespace_pattern=None, whitespace_flexible=False, item_separator=', ', key_separator=': ')
@@ -120,17 +122,28 @@ class Reader:
         found, opens = [], self.form.opens
         while self.held:
             text, opened, rest = self.held.partition(opens)
-            inside, closed, rest = rest.partition(self.form.closes)
+            inside, closed, rest = self.cut(rest)
             if not opened or not (closed or last):  # what may be the beginning of a call waits
                 begun = next(n for n in range(len(opens) - 1, -1, -1) if text.endswith(opens[:n]))
                 said = text if last else text[:len(text) - begun].rstrip()
                 self.held = self.held[len(said):]
                 return found + self.said(said)
             calls = self.calls_in(inside)
+            if calls is None:  # of what is no JSON the first tag counts
+                inside, closed, rest = (inside + closed + rest).partition(self.form.closes)
+                calls = self.calls_in(inside)
             found += self.said(text + opened + inside + closed) if calls is None else self.said(text.rstrip()) + calls
             self.follows_a_call |= calls is not None
             self.held = rest
         return found
+
+    def cut(self, text):
+        """(what is inside of a call, its closing tag, what follows). A tag within a text of JSON closes nothing."""
+        closes = self.form.closes
+        end = text.find(closes)
+        while end >= 0 and re.sub(r'\\.', '', text[:end]).count('"') % 2:
+            end = text.find(closes, end + 1)
+        return (text[:end], closes, text[end + len(closes):]) if end >= 0 else (text, '', '')
 
     def said(self, text):
         text = text.lstrip() if self.follows_a_call else text

@@ -138,6 +138,10 @@ class ChatChoice(Choice):
         self.reader = form and Reader(form, body.callable_names, MOST_CALLS if several else 1)
         self.has_called, self.n_taken = False, 0
 
+    def has_news(self):
+        """Clients of several samples expect a first chunk of each, in their order."""
+        return super().has_news() or self.body.stream and self.body.n > 1 and not self.begun
+
     def read(self, output):
         if self.reader is None:
             return super().read(output)
@@ -202,6 +206,7 @@ class Completion:
         self.id, self.body, self.requests, self.n_cached, self.error = id, body, requests, 0, None
         self.head = {'id': id, 'object': self.kind_of_chunk if body.stream else self.kind, 'created': int(time.time()),
                      'model': served.name}
+        self.of_prompt = {}
         self.choices = [self.choice(number * body.n + i, request.prompt, body, served)
                         for number, request in enumerate(requests) for i in range(body.n)]
 
@@ -240,7 +245,8 @@ class Completion:
         """The answer as one object. APIError if it ended with one."""
         if self.error:
             raise self.error
-        return {**self.head, 'choices': [choice.take() for choice in self.choices], 'usage': self.usage()}
+        return {**self.head, **self.of_prompt, 'choices': [choice.take() for choice in self.choices],
+                'usage': self.usage()}
 
     def chunks(self):
         """The events of what has come since the last call, an event for each choice, and the end of the stream."""
@@ -248,8 +254,10 @@ class Completion:
         asked, usage = options.include_usage, {}
         if asked:
             usage = {'usage': self.usage() if options.continuous_usage_stats else None}
-        events = [event({**self.head, 'choices': [chunk], **usage})
-                  for choice in self.choices if choice.has_news() for chunk in choice.chunks()]
+        events = []
+        for chunk in [chunk for choice in self.choices if choice.has_news() for chunk in choice.chunks()]:
+            events.append(event({**self.head, **self.of_prompt, 'choices': [chunk], **usage}))
+            self.of_prompt = {}  # in the first chunk alone
         if self.error:
             events.append(event(self.error.json()))
         elif self.done and asked:
@@ -258,8 +266,13 @@ class Completion:
 
 
 class ChatCompletion(Completion):
-    """The answer to a `ChatBody`."""
+    """The answer to a `ChatBody`. As vLLM's, it has the prompt's tokens beside its choices, if they are asked for."""
     choice, kind, kind_of_chunk = ChatChoice, 'chat.completion', 'chat.completion.chunk'
+
+    def __init__(self, id, body, served, requests):
+        super().__init__(id, body, served, requests)
+        if body.return_token_ids:
+            self.of_prompt = {'prompt_token_ids': requests[0].prompt}
 
 
 class JSON(Response):

@@ -15,7 +15,7 @@ TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_
          503: 'service_unavailable'}
 TOOLS = "this is for conversations: POST messages to /v1/chat/completions"
 FORM = "response_format and structured_outputs say what form a text has"
-TEMPLATE = "if the chat template knows it, give it that: chat_template_kwargs, {\"enable_thinking\": false} for example"
+TEMPLATE = "if the chat template knows it, give it that: chat_template_kwargs, {\"%s\": %s} for example"
 KEPT = "this server keeps no answers: send the whole conversation as input"
 LENGTHS = 'max_output_tokens', 'max_tokens'  # one of them is the name at an address
 UNSUPPORTED = {  # what asks for something that is not here; a body with several of them is told of the first one here
@@ -26,7 +26,6 @@ UNSUPPORTED = {  # what asks for something that is not here; a body with several
     'content': "its name is prompt here",
     'input': "POST it to /v1/responses",
     'previous_response_id': KEPT, 'conversation': KEPT, 'background': "this server keeps no answers: stream this one",
-    'truncation': "this server reads the whole input: shorten it",
     'modalities': "this model reads and writes text only",
     'audio': "this model reads and writes text only",
     'web_search_options': "this server searches nothing: write what is known in a message",
@@ -34,8 +33,9 @@ UNSUPPORTED = {  # what asks for something that is not here; a body with several
     'best_of': "ask for n samples, with logprobs to compare them, and choose one",
     'use_beam_search': "this server draws samples: ask for n of them, with logprobs to compare them",
     'store': "this server keeps no answers",
-    'reasoning_effort': TEMPLATE, 'reasoning': TEMPLATE, 'thinking': TEMPLATE, 'enable_thinking': TEMPLATE,
-    'documents': TEMPLATE, 'chat_template': "the template of the model's own files is used",
+    'reasoning_effort': TEMPLATE % ('reasoning_effort', '"low"'), 'documents': TEMPLATE % ('documents', '[...]'),
+    **dict.fromkeys(['reasoning', 'thinking', 'enable_thinking'], TEMPLATE % ('enable_thinking', 'false')),
+    'chat_template': "the template of the model's own files is used",
     'prompt_logprobs': "echo with logprobs gives those of a prompt",
     'repeat_penalty': "its name is repetition_penalty here",
     **dict.fromkeys(['n_predict', 'max_new_tokens', 'max_completion_tokens', *LENGTHS], "its name is {length} here"),
@@ -45,9 +45,9 @@ IGNORED = {  # they change no token
     'user', 'metadata', 'verbosity', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_retention', 'usage',
     'prompt_cache_options', 'safety_identifier', 'include', 'max_tool_calls', 'spaces_between_special_tokens',
     'cache_prompt', 'prediction', 'include_reasoning', 'timings_per_token', 'repeat_last_n', 'mirostat_tau',
-    'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent', 'service_tier'}
+    'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent', 'service_tier', 'truncation'}
 NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
-    'response_format': {'type': 'text'}, 'modalities': ['text'], 'truncation': 'disabled',
+    'response_format': {'type': 'text'}, 'modalities': ['text'],
     'seed': -1, 'max_tokens': -1, 'max_completion_tokens': -1, 'reasoning_effort': 'none', 'length_penalty': 1,
     'repeat_penalty': 1, 'typical_p': 1, 'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1,
     'truncate_prompt_tokens': -1, 'logit_bias': [],

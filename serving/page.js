@@ -304,7 +304,7 @@ async function generate() {
   if (mode === 'chat') return say($('message').value)
   const before = completion, prompt = $('prompt').value, n = Number($('n').value)
   showCompletion(completionOf(prompt, Array(n).fill({})))
-  if (!await stream('/v1/completions', {prompt, n}, completion.samples)) showCompletion(before)
+  if (!await stream('v1/completions', {prompt, n}, completion.samples)) showCompletion(before)
 }
 
 // completions
@@ -320,7 +320,7 @@ function completionOf(prompt, kept) {
   })
   const goOn = i => {
     const seed = Number($('seed').value) + i + samples[i].n
-    stream('/v1/completions', {prompt: prompt + samples[i].text, seed}, [samples[i]])
+    stream('v1/completions', {prompt: prompt + samples[i].text, seed}, [samples[i]])
   }
   return {prompt, samples}
 }
@@ -418,7 +418,7 @@ async function answer(turn, fields) {
   const seed = Number($('seed').value) + turns.length - 1 + REPEAT * turn.repeats + turn.answer.n
   const body = {seed, stream_options: {include_usage: true}, ...fields}
   keepChat()
-  const came = await stream('/v1/chat/completions', body, [turn.answer], usage => turn.show(usage))
+  const came = await stream('v1/chat/completions', body, [turn.answer], usage => turn.show(usage))
   if (came) keepChat()
   return came
 }
@@ -726,8 +726,8 @@ function lose(error) {
 async function watch() {
   for (let met = false;;) {
     if (!document.hidden) try {
-      if (!met) meet((await (await ask('/v1/models')).json()).data[0])
-      state = await (await ask('/cache')).json()
+      if (!met) meet((await (await ask('v1/models')).json()).data[0])
+      state = await (await ask('cache')).json()
       met = true
       $('status').textContent = 'connected'
       $('status').className = 'soft'

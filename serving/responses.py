@@ -67,6 +67,8 @@ class ResponseBody(ChatBody):
     instructions: str = Field('', description="a system message before the input")
     max_tokens: Tokens | None = Field(None, alias='max_output_tokens')
     n: Literal[1] = 1
+    return_token_ids: Literal[False] = False
+    metadata: dict[str, str] = Field(default_factory=dict, description="comes back with the response")
     tools: list_of(Annotated[Tool, nested('function')], max_length=MOST_TOOLS) = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice, nested('function')] = 'auto'
     text: TextFields = Field(default_factory=TextFields)
@@ -201,14 +203,15 @@ class Response(ChatCompletion):
             'error': {'code': 'invalid_prompt' if self.error.status == 400 else 'server_error',
                       'message': str(self.error)} if self.error else None,
             'incomplete_details': {'reason': 'max_output_tokens'} if status == 'incomplete' else None,
-            'instructions': body.instructions or None, 'max_output_tokens': body.max_tokens,
+            'instructions': body.instructions or None,
+            'max_output_tokens': body.max_completion_tokens or body.max_tokens,
             'temperature': body.temperature, 'top_p': body.top_p, 'top_logprobs': body.top_logprobs,
             'tools': [{'parameters': None, 'strict': None, **flat(tool)} for tool in body.tools],
             'tool_choice': body.tool_choice if type(body.tool_choice) is str else flat(
                 body.tool_choice.model_dump(exclude_unset=True)),
             'parallel_tool_calls': body.parallel_tool_calls, 'text': {'format': format},
             'background': False, 'previous_response_id': None, 'store': False, 'truncation': 'disabled',
-            'metadata': {}}
+            'metadata': body.metadata}
 
     def usage(self):
         counts = super().usage()

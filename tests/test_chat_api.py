@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: the openai client, the blocks of earlier turns, what becomes of messages."""
 import threading
+from contextlib import suppress
 
 import pytest
 from conftest import SERVING, needs
@@ -145,10 +146,35 @@ def test_the_last_message_is_continued_where_asked(client, model):
     for fields in (dict(), dict(add_generation_prompt=False)):
         answer = ask(client, said, max_tokens=9, continue_final_message=True, return_token_ids=True, **fields)
         choice, = answer['choices']
-        assert choice['prompt_token_ids'] == prompt and choice['token_ids'] == drawn[:len(choice['token_ids'])]
+        assert answer['prompt_token_ids'] == choice['prompt_token_ids'] == prompt
+        assert choice['token_ids'] == drawn[:len(choice['token_ids'])]
     for fields in (dict(messages=said[:1]), dict(messages=said, add_generation_prompt=True)):
         refused = client.post('/v1/chat/completions', json=dict(continue_final_message=True) | fields)
         assert refused.status_code == 400 and refused.json()['error']['param'] == 'continue_final_message'
+
+
+def test_samples_begin_in_their_order_whichever_has_a_text_first(client, monkeypatch):
+    """The openai client's helper expects that. The first sample waits for what may become its stop string."""
+    for module in ('engine_thread', 'answer'):
+        monkeypatch.setattr(f'serving.{module}.chunk_interval', lambda n_streams: 0)
+    how = dict(model='chat', messages=[dict(role='user', content='Héllo')], n=2, max_tokens=12, temperature=1.5)
+    whole = [client.post('/v1/chat/completions', json=how | dict(seed=seed)).json() for seed in range(9)]
+    texts = {seed: [choice['message']['content'] for choice in one['choices']] for seed, one in enumerate(whole)}
+    seed, (first, second) = next((seed, both) for seed, both in texts.items() if both[0][:1] != both[1][:1])
+    streamed = how | dict(seed=seed, stop=[first + ' and more'], stream=True, return_token_ids=True)
+    *chunks, _ = events(client.post('/v1/chat/completions', json=streamed).content)
+    assert [chunk['choices'][0]['index'] for chunk in chunks[:2]] == [0, 1]
+    assert [chunk['choices'][0]['delta'].get('role') for chunk in chunks[:2]] == ['assistant', 'assistant']
+    assert ['prompt_token_ids' in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    joined = [''.join(chunk['choices'][0]['delta']['content'] or '' for chunk in chunks
+                      if chunk['choices'][0]['index'] == i) for i in (0, 1)]
+    assert joined == [first, second]
+    openai = pytest.importorskip('openai', reason="openai is not installed")
+    with openai.OpenAI(base_url=f'{client.base_url}/v1', api_key='-', max_retries=0) as ours:
+        with ours.chat.completions.stream(**how, seed=seed, stop=[first + ' and more']) as stream:
+            with suppress(openai.LengthFinishReasonError):  # which it raises at the end
+                stream.until_done()
+            assert [c.message.content for c in stream.current_completion_snapshot.choices] == [first, second]
 
 
 CHAT_PREFIX = '<|im_start|>user\nHéllo<|im_end|>\n<|im_start|>assistant\n'

@@ -190,7 +190,7 @@ class Page:
               }
             }})
             window.fetch = (path, how) => {
-              if (path !== '/v1/chat/completions') return real(path, how)
+              if (path !== 'v1/chat/completions') return real(path, how)
               window.fetch = real
               return Promise.resolve(new Response(stream))
             }""")

@@ -97,7 +97,8 @@ TOOLLESS = [
 RESPONSES = [
     (dict(previous_response_id='resp_1'), 'previous_response_id', 'the whole conversation'),
     (dict(conversation=dict(id='x')), 'conversation', 'the whole conversation'),
-    (dict(background=True), 'background', 'keeps no answers'), (dict(truncation='auto'), 'truncation', 'shorten'),
+    (dict(background=True), 'background', 'keeps no answers'),
+    (dict(return_token_ids=True), 'return_token_ids', 'False'),
     (dict(max_tokens=5), 'max_tokens', 'its name is max_output_tokens'),
     (dict(messages=[USER]), 'messages', 'chat/completions'),
     (dict(reasoning=dict(effort='low')), 'reasoning', 'chat_template_kwargs'), (dict(n=2), 'n', '1'),

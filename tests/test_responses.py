@@ -54,7 +54,10 @@ TEXT = 'I look it up.'
 def test_a_stream_says_step_by_step_what_the_whole_says(saying, said, fields, kinds, status):  # noqa: F811
     client, says = saying('qwen')
     says(said)
+    fields = fields | dict(metadata=dict(a='b'), truncation='auto')
     whole = post(client, **fields).json()
+    assert whole['metadata'] == dict(a='b') and whole['max_output_tokens'] == fields.get('max_output_tokens')
+    assert post(client, max_completion_tokens=3).json()['max_output_tokens'] == 3
     assert Response.model_validate(whole).status == status and [item['type'] for item in whole['output']] == kinds
     found = events_of(client, **fields)
     assert [event['type'] for event in found[:2]] == ['response.created', 'response.in_progress']

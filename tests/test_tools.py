@@ -4,7 +4,6 @@ client's own reading of them.
 """
 import json
 import random
-import re
 from contextlib import ExitStack
 from functools import cache
 
@@ -110,7 +109,8 @@ def test_the_form_of_calls_is_read_from_the_template():
 
 
 VALUES = st.recursive(
-    st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+    | st.sampled_from(['</tool_call>', 'a"</tool_call>\\', '\\"\n<tool_call>{']),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2), max_leaves=4)
 SAID = st.text('ab <>/_tolcbe{}\n', max_size=12).map(lambda t: t.replace('<tool_call>', ''))
 A_CALL = st.tuples(st.sampled_from(['add', 'get_weather']), st.dictionaries(st.text(max_size=3), VALUES, max_size=2))
@@ -142,7 +142,7 @@ def test_calls_are_found_in_any_pieces(parts, cuts, blank, listed):
     expected = [part for part in parts if type(part) is tuple]
     assert calls == [(name, json.loads(json.dumps(arguments))) for name, arguments in expected]
     said = ''.join(piece for piece in pieces if type(piece) is str)
-    texts = re.split('<tool_call>.*?</tool_call>', written, flags=re.DOTALL) if expected else [written]
+    texts = [part for part in parts if type(part) is str]
     if not expected:
         assert said == written
     assert said.replace(' ', '').replace('\n', '') == ''.join(texts).replace(' ', '').replace('\n', '')
