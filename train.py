@@ -348,6 +348,8 @@ def open_log(log, checkpointer, config, iter_num):
     if init_from == 'resume' and iter_num >= max_iters and not eval_only:
         log.say(f"the checkpoint is at iteration {iter_num} and max_iters is {max_iters}: there is nothing left to "
                 "train; to go on, give a larger --max_iters")
+    if init_from == 'resume' and max_minutes and time.monotonic() - checkpointer.began >= 60 * max_minutes:
+        log.say(f"the run has had its max_minutes, {max_minutes:g}: to go on, give a larger --max_minutes")
     if iter_num > max_iters and not eval_only:
         return
     if wandb_log:

@@ -67,10 +67,15 @@ def accuracies(model, tokenizer, lines):
     acc: the share of questions whose answer has the highest log likelihood after the question and a blank. acc_norm:
     the same with log likelihoods divided by the number of characters. The choices of a question share its pages.
     """
-    score, right = log_likelihoods(model), []
+    questions, right = [], []
+    for line in lines:  # all of them before the first one is scored, which takes long
+        try:
+            questions.append([encoded(model, tokenizer, line['question'], ' ' + choice) for choice in line['choices']])
+        except ValueError as e:
+            raise ValueError(f"{line['place']}: {e}") from e
+    score = log_likelihoods(model)
     for i in range(0, len(lines), AT_ONCE):
-        pairs = [[encoded(model, tokenizer, line['question'], ' ' + choice) for choice in line['choices']]
-                 for line in lines[i:i + AT_ONCE]]
+        pairs = questions[i:i + AT_ONCE]
         first = score([of_question[0] for of_question in pairs])
         others = iter(score([pair for of_question in pairs for pair in of_question[1:]]))
         for line, one, of_question in zip(lines[i:], first, pairs):
@@ -98,8 +103,11 @@ def encoded(model, tokenizer, context, continuation):
 
 
 def read_questions(path):
-    """The lines of a JSONL file, dicts. ValueError if there is none, or, with its place, if one is no question."""
-    lines = [line for _, line in read_json_lines(path, FORM, is_question)]
+    """
+    The lines of a JSONL file, dicts, and the place of each. ValueError if there is none, or, with its place, if one is
+    no question.
+    """
+    lines = [line | dict(place=place) for place, line in read_json_lines(path, FORM, is_question)]
     if not lines:
         raise ValueError(f"{path} has no questions: each of its lines must be {FORM}")
     return lines

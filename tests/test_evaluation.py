@@ -114,7 +114,7 @@ def test_the_script_evaluates_a_run_on_files(repo, trained):
     assert choices['questions'] == 3 and choices['acc'] in (0, 1) and choices['acc_error'] == 0
     for content, says in (('{"question": "a", "choices": ["b"], "answer": 1}', 'q.jsonl, line 1 must be {"question"'),
                           ('', 'q.jsonl has no questions'),
-                          ('{"question": "", "choices": ["a"], "answer": 0}', 'must not be empty'),
+                          ('{"question": "", "choices": ["a"], "answer": 0}', 'line 1: a question must not be empty'),
                           ('{"question": "a", "choices": ["%s"], "answer": 0}' % ('the ' * 99), "the model's context"),
                           ('{"question": "a", "choices": "b", "answer": 0}', 'must be')):
         (repo / 'q.jsonl').write_text(content)

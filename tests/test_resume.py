@@ -330,7 +330,9 @@ def test_minutes_end_a_run_and_its_learning_rate_and_a_resumed_one_has_the_rest_
     assert rates[-1] < 2e-4 and rates[len(rates) // 2] == pytest.approx(5e-3, rel=0.2)
     saved = checkpoints.load(str(repo / 'straight' / 'ckpt.pt'))
     assert saved['iter_num'] == len(rates) and saved['seconds'] >= 2.4
-    half = checkpoints.load(str(repo / 'straight' / 'ckpt.pt')) | dict(seconds=1.2)
+    over = run(repo, script, *TINY, *how, '--out_dir=straight', '--init_from=resume')
+    assert over.returncode == 0 and 'has had its max_minutes, 0.04: to go on, give a larger' in over.stdout, over.stderr
+    half = saved | dict(seconds=1.2)
     (repo / 'again').mkdir()
     checkpoints.save(half, str(repo / 'again' / 'ckpt.pt'))
     done = run(repo, script, *TINY, *how, '--eval_interval=1000', '--out_dir=again', '--init_from=resume')
