@@ -31,7 +31,7 @@ class Tokenizer:
     than its tokenizer; beyond: the bytes of each of those. special_ids: ids whose text is not a part of an answer, such
     as those of the tokens that begin and end a turn. added_ids: of all tokens that a file adds to its vocabulary.
     strips: does a text begin without the blank of its first token? cuts_lines: are the ids of a text those of its
-    lines, where neither the end of a line nor the begin of the next one is blank?
+    lines, where neither the end of a line nor the beginning of the next one is blank?
     """
     end_of_text, beyond, chat_template, cuts_lines = None, b'', None, True
     special_ids = added_ids = frozenset()

@@ -35,7 +35,7 @@ class Conversations:
         self.lengths = np.minimum(lengths, block_size + 1)
         self.n_cut, self.tokens_per_row = int((lengths > self.lengths).sum()), float(self.lengths.mean()) - 1
         # of the second token of each row up to its last one; add.reduceat takes pairs of a begin and an end, and no end
-        scored = np.append(self.marks & SCORED, [0] * 2).astype(bool)
+        scored = np.append((self.marks & SCORED) > 0, [False] * 2)
         bounds = np.stack([self.starts + 1, self.starts + self.lengths], 1).ravel()
         self.scored_of_row = np.add.reduceat(scored, bounds, dtype=np.int64)[::2] * (self.lengths > 1)
         silent = np.flatnonzero(self.scored_of_row == 0)
