@@ -46,8 +46,12 @@ def load(path, device='cpu'):
     of a checkpoint.
     """
     if not os.path.isfile(path):
-        raise ValueError(f"no checkpoint {path}: train one first, with "
-                         "python train.py config/train_shakespeare_char.py")
+        folder, advice = os.path.dirname(path), "train one first, with python train.py config/train_shakespeare_char.py"
+        if os.path.isfile(folder):
+            advice = f"{folder} is a file, and out_dir is the folder that a run has made"
+        elif os.path.exists(os.path.join(folder, 'config.json')):
+            advice = f"{folder} is a model in Hugging Face format: give it as --init_from={folder}"
+        raise ValueError(f"no checkpoint {path}: {advice}")
     with open(path, 'rb') as f:
         try:
             check_bytes(f)

@@ -30,6 +30,7 @@ TRAIN = [  # settings, what the line has to say
 ]
 SAMPLE = [
     ('--out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt: train one first'),
+    ('--out_dir=train.py', 'train.py is a file, and out_dir is the folder that a run has made'),
     ('--out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
     ('--init_from=gpt2', 'gpt2 could not be downloaded'),
     ('--start=日本', "characters the model never saw: '日' '本'"),
