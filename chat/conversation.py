@@ -11,7 +11,7 @@ from tokenizer import TextStream
 HELP = """/help           these lines
 /clear          forget what was said
 /system TEXT    tell the model TEXT before everything that is said; without TEXT: nothing
-/exit           end the conversation, as Ctrl-D does
+/exit           end the conversation, as /quit, /bye and Ctrl-D do
 Lines that are pasted together are one message, and Ctrl-V Ctrl-J begins a line. Arrow keys edit it and bring back
 earlier ones. Ctrl-C ends an answer.
 """
@@ -123,7 +123,7 @@ def talk(conversation, max_new_tokens, first=()):
               file=sys.stderr)
     for text in messages_of(first, edits=restore):
         command, _, rest = text.partition(' ')
-        if command == '/exit':
+        if command in ('/exit', '/quit', '/bye'):
             return
         if command == '/clear':
             c.messages = []

@@ -172,9 +172,9 @@ def test_special_tokens_and_the_first_blank_are_no_part_of_an_answer():
 
 
 def test_a_pipe(monkeypatch, capsys):
-    """Each line is a message, an empty one is none; those that are given come first; /exit ends it."""
+    """Each line is a message, an empty one is none; those that are given come first; /quit ends it."""
     c = conversation()
-    monkeypatch.setattr('sys.stdin', io.StringIO('hi\n\n  \n/system Be brief.\nthere\n/nope\n/ or /x?\n/exit\nno\n'))
+    monkeypatch.setattr('sys.stdin', io.StringIO('hi\n\n  \n/system Be brief.\nthere\n/nope\n/ or /x?\n/quit\nno\n'))
     talk(c, 3, ['first', '/clear'])
     out, err = capsys.readouterr()
     assert [m['content'] for m in c.messages if m['role'] == 'user'] == ['hi', 'there', '/ or /x?']
