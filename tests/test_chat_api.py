@@ -154,7 +154,7 @@ def test_the_last_message_is_continued_where_asked(client, model):
 
 
 def test_samples_begin_in_their_order_whichever_has_a_text_first(client, monkeypatch):
-    """The openai client's helper expects that. The first sample waits for what may become its stop string."""
+    """`stream` of the openai client expects that. The first sample waits for what may become its stop string."""
     for module in ('engine_thread', 'answer'):
         monkeypatch.setattr(f'serving.{module}.chunk_interval', lambda n_streams: 0)
     how = dict(model='chat', messages=[dict(role='user', content='Héllo')], n=2, max_tokens=12, temperature=1.5)
