@@ -349,7 +349,7 @@ def state_beside(folder):
     def read(name):
         return read_downloaded(os.path.join(folder, name))
     config, state = read('special_tokens_map.json') | read('tokenizer_config.json'), {}
-    named = {name: token.get('content') if isinstance(token, dict) else token for name, token in config.items()}
+    named = {name: text_of(token) for name, token in config.items()}
     named = {name: text for name, text in named.items() if name in ROLES and isinstance(text, str)}
     added = config.get('added_tokens_decoder') or {}
     if not isinstance(added, dict) or not all(i.isdecimal() for i in added):
@@ -357,8 +357,7 @@ def state_beside(folder):
     others = [config.get(name) for name in ('sep_token', 'cls_token', 'mask_token')]
     for more in (config.get(name) or [] for name in ('additional_special_tokens', 'extra_special_tokens')):
         others += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
-    others = [token.get('content') if isinstance(token, dict) else token for token in others]
-    others = [text for text in others if text and isinstance(text, str)]
+    others = [text for text in map(text_of, others) if text and isinstance(text, str)]
     if added := [*(added[i] for i in sorted(added, key=int)), *named.values(), *others]:
         state['added_tokens'] = added
     if named:
@@ -385,6 +384,11 @@ def state_beside(folder):
     return state
 
 
+def text_of(token):
+    """Of a token in these files, which is a text or a dict."""
+    return token.get('content') if isinstance(token, dict) else token
+
+
 def template_of(default, tool_use):
     """One chat template of two by name, of which the second one, if there is one, is for conversations with tools."""
     if not isinstance(tool_use, str) or not isinstance(default, str):
@@ -407,8 +411,7 @@ def json_of_pairs(folder):
     added, config, named = (read_downloaded(os.path.join(folder, name + '.json')) for name in (
         'added_tokens', 'tokenizer_config', 'special_tokens_map'))
     library = ByteLevelBPETokenizer(vocab, merges, add_prefix_space=bool(config.get('add_prefix_space')))
-    special = named.get('additional_special_tokens') or []
-    special = [token.get('content') if isinstance(token, dict) else token for token in special]
+    special = [text_of(token) for token in named.get('additional_special_tokens') or []]
     if not are_ids([*added.values()]):
         raise ValueError(f"{folder}/added_tokens.json must give each token its id, an integer, but it is "
                          f"{str(added)[:50]}: is the download complete?")
@@ -497,9 +500,9 @@ def read_json_lines(path, form, is_good):
         why = ''
         try:
             good = is_good(line := json.loads(text))
-        except LookupError as e:
-            good, why = False, f" ({e} is not there)"
-        except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        except KeyError as e:
+            good, why = False, f" ({e} is missing)"
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
             good, why = False, f" ({e})" if isinstance(e, ValueError) else ''
         if not good:
             raise ValueError(f"{path}, line {number} must be {form}, not {text[:60]!r}{why}")

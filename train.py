@@ -398,7 +398,7 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
     if losses:
         log.evaluation(iter_num, lr, losses, {split: batches[split].in_words(loss) for split, loss in losses.items()})
         improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
-        # the state of first_iter was saved before, to ckpt.pt or to ckpt_last.pt alone
+        # a resumed run begins with a state that is in ckpt.pt or in ckpt_last.pt already
         is_new = iter_num != checkpointer.first_iter or always_save_checkpoint and os.path.exists(checkpointer.last)
         asked = improved or is_new and (always_save_checkpoint or iter_num == max_iters)
         if iter_num > 0 and asked and not eval_only:
@@ -422,6 +422,7 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
         torch.manual_seed(hash((seed, iter_num, rank)))
     micro_steps, first = gradient_accumulation_steps // world_size, iter_num * gradient_accumulation_steps
     n_scored = [batches.n_scored(first + i) for i in range(gradient_accumulation_steps)]
+    n_all = sum(n_scored)
     loss_sum = torch.zeros((), device=batches.device)
     for micro_step in range(micro_steps):
         number = micro_step * world_size + rank
@@ -430,7 +431,7 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
         last = micro_step == micro_steps - 1
         with nullcontext() if world_size == 1 or last or parallel == 'fsdp' else model.no_sync():
             with amp:
-                loss = model(x, y)[1] / (sum(n_scored) / (n_scored[number] * world_size))
+                loss = model(x, y)[1] / (n_all / (n_scored[number] * world_size))
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
     if world_size > 1:

@@ -54,7 +54,7 @@ class Engine:
         if n_slots:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
             executor.hold(make_layers(model, n_slots, type_kv))
-            # executors and drafts hold this list too: it is emptied, so that keys and values end with the engine
+            # executors and drafts hold this list too; it is emptied to free the keys and values when the engine is gone
             weakref.finalize(self, executor.layers.clear).atexit = False
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))

@@ -34,7 +34,8 @@ class Conversations:
         lengths = np.diff(self.starts, append=len(self.marks))
         self.lengths = np.minimum(lengths, block_size + 1)
         self.n_cut, self.tokens_per_row = int((lengths > self.lengths).sum()), float(self.lengths.mean()) - 1
-        # of the second token of each row up to its last one; add.reduceat takes pairs of a begin and an end, and no end
+        # each row's scored tokens from its second one on. reduceat sums between two bounds, which must be within the
+        # array: two more numbers let a row end where the tokens end
         scored = np.append((self.marks & SCORED) > 0, [False] * 2)
         bounds = np.stack([self.starts + 1, self.starts + self.lengths], 1).ravel()
         self.scored_of_row = np.add.reduceat(scored, bounds, dtype=np.int64)[::2] * (self.lengths > 1)

@@ -12,7 +12,8 @@ IS_STOP, IN_PROMPT = 2**29, 2**30
 MOST_STEPS = 64  # of a call
 MOST_PROGRAMS = 16  # that draw for one row
 PART = 1024  # logits of which the largest is known
-# what is drawn beside tokens: nothing, as the row has ended; nothing, as a logit is no number; a token + STOPS ends it
+# `drawn` has a token; a token + STOPS where it ends its text; NOTHING where the row had ended before; BROKEN where a
+# logit is no number
 NOTHING, BROKEN, STOPS = -1, -2, 2**40
 
 # {name: (dtype, numbers of a row)} of what the host writes before a call, into one block of memory
