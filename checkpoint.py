@@ -217,8 +217,8 @@ def tokenizer_named(name):
     folder = os.path.dirname(os.path.abspath(name)) if os.path.basename(name) == 'tokenizer.json' else name
     if is_run(name):
         return tokenizer_of(load(os.path.join(name, 'ckpt.pt')))
-    if name in GPT2_NAMES and not os.path.exists(name):  # tiktoken may have its byte pairs without a network
-        return tokenizers.GPT2Tokenizer()
+    if name in GPT2_NAMES and not os.path.exists(name):  # its byte pairs need no download of the model
+        return tokenizers.from_state(tokenizers.GPT2)
     has_files = any(os.path.exists(os.path.join(folder, file)) for file in ('tokenizer.json', 'meta.json'))
     return tokenizers.from_state(
         tokenizers.state_of_dataset(folder) if has_files else files_of(name).tokenizer_state())

@@ -30,8 +30,8 @@ class Tokenizer:
     What all tokenizers share: the text of ids. token_bytes: the bytes of each id, a list. A model may have more ids
     than its tokenizer; beyond: the bytes of each of those. special_ids: ids whose text is not a part of an answer, such
     as those of the tokens that begin and end a turn. added_ids: of all tokens that a file adds to its vocabulary.
-    strips: does a text begin without the blank of its first token? cuts_lines: are the ids of a text those of its
-    lines, where neither the end of a line nor the beginning of the next one is blank?
+    strips: does a text begin without the blank of its first token? cuts_lines: does a text keep its ids when it is
+    cut after a line break that no blank is beside?
     """
     end_of_text, beyond, chat_template, cuts_lines = None, b'', None, True
     special_ids = added_ids = frozenset()
@@ -141,12 +141,14 @@ class JSONTokenizer(Tokenizer):
             self.library.no_truncation()  # a file may ask for both, for training
             self.library.no_padding()
             self.begins = self.library.encode('').ids  # what stands before each text: a BOS token, or nothing
-        except BaseException as e:  # the library raises plain Exceptions, and one of its own that is none
+        except BaseException as e:  # the library raises plain Exceptions, and a PanicException, which is none
             if not isinstance(e, Exception) and type(e).__name__ != 'PanicException':
                 raise
             raise ValueError("the tokenizer.json cannot be read, or a token that the files beside it add "
                              f"({' '.join(str(e).split())}): is the download complete?") from e
         self.decoder, self.strips, self.cuts_lines = decoder_of(json)
+        a = self.library.encode('a', add_special_tokens=False).ids
+        self.cuts_lines &= self.library.encode('a').ids == self.begins + a  # and nothing is added behind a text
         self.json = self.library.to_str() if n_new else json
         if not self.library.get_vocab(with_added_tokens=False):
             raise ValueError("the tokenizer.json has no tokens: is the download complete?")
@@ -230,10 +232,10 @@ class JSONTokenizer(Tokenizer):
 def decoder_of(tokenizer_json):
     """
     How the tokens of a tokenizer.json become text, a key of BYTES_OF; whether a text then loses the blank with which it
-    begins; and `Tokenizer.cuts_lines`. ValueError if it is none of these.
+    begins; and `Tokenizer.cuts_lines`. ValueError if the decoder is none of these.
     """
     contents = json.loads(tokenizer_json)  # the library has read it
-    decoder, before = contents.get('decoder') or {}, contents.get('pre_tokenizer') or {}
+    decoder = contents.get('decoder') or {}
     parts = [part.get('type') for part in decoder.get('decoders', ())]
     if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
         return 'SentencePiece', parts[3:] == ['Strip'], False
@@ -241,15 +243,16 @@ def decoder_of(tokenizer_json):
         kind = ' '.join(map(str, [decoder.get('type'), *parts]))
         raise ValueError(f"the decoder of the tokenizer.json is {kind}: only ByteLevel, Fuse and SentencePiece's "
                          "(Replace, ByteFallback, Fuse, Strip) give each token a text of its own")
-    return decoder['type'], False, cuts_lines(before)
+    return decoder['type'], False, cuts_lines(contents.get('normalizer') or {}, contents.get('pre_tokenizer') or {})
 
 
-def cuts_lines(pre_tokenizer):
-    """`Tokenizer.cuts_lines`, where a tokenizer.json has this pre_tokenizer: by GPT-2's regex, or one that ends so."""
+def cuts_lines(normalizer, pre_tokenizer):
+    """`Tokenizer.cuts_lines`, where a tokenizer.json has these: by GPT-2's regex, or one that ends so."""
     parts = [pre_tokenizer, *pre_tokenizer.get('pretokenizers', ())]
     of_bytes = [part for part in parts if part.get('type') == 'ByteLevel']
     splits = [(part.get('pattern') or {}).get('Regex', '') for part in parts if part.get('type') == 'Split']
-    return bool(of_bytes) and not any(part.get('add_prefix_space', True) for part in of_bytes) and (
+    return normalizer.get('type') in (None, 'NFC') and bool(of_bytes) and not any(
+        part.get('add_prefix_space', True) for part in of_bytes) and (
         any(part.get('use_regex', True) for part in of_bytes)
         or any(regex.endswith(r'\s+(?!\S)|\s+') for regex in splits))
 

@@ -431,7 +431,7 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
         last = micro_step == micro_steps - 1
         with nullcontext() if world_size == 1 or last or parallel == 'fsdp' else model.no_sync():
             with amp:
-                loss = model(x, y)[1] / (n_all / (n_scored[number] * world_size))
+                loss = model(x, y)[1] / (n_all / (n_scored[number] * world_size))  # micro_steps where all have as many
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
     if world_size > 1:

@@ -57,8 +57,8 @@ def scored_tokens(tokenizer, messages):
         for end in tokenizer.end_tokens:
             name = tokenizer.token_bytes[end].decode('utf-8', 'replace')
             if name in messages[i]['content'] and end in tokenizer.special_ids:
-                raise ValueError(f"message {i + 1}, of the assistant, has the text {name}, with which answers end: "
-                                 "leave it out")
+                raise ValueError(f"message {i + 1}, of the assistant, has the text {name}, the token that ends an "
+                                 "answer: leave it out")
         before = template.render(messages[:i])
         stops = np.flatnonzero(np.isin(ids, tokenizer.end_tokens) & (starts >= len(before)))
         if not text.startswith(before) or not len(stops):

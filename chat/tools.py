@@ -129,7 +129,7 @@ class Reader:
                 self.held = self.held[len(said):]
                 return found + self.said(said)
             calls = self.calls_in(inside)
-            if calls is None:  # of what is no JSON the first tag counts
+            if calls is None and self.form.closes in inside:  # it is not JSON: the first closing tag ends it
                 inside, closed, rest = (inside + closed + rest).partition(self.form.closes)
                 calls = self.calls_in(inside)
             found += self.said(text + opened + inside + closed) if calls is None else self.said(text.rstrip()) + calls
@@ -138,7 +138,7 @@ class Reader:
         return found
 
     def cut(self, text):
-        """(what is inside of a call, its closing tag, what follows). A tag within a text of JSON closes nothing."""
+        """(the inside of a call, its closing tag, the rest). A closing tag inside of a text of JSON does not count."""
         closes = self.form.closes
         end = text.find(closes)
         while end >= 0 and re.sub(r'\\.', '', text[:end]).count('"') % 2:

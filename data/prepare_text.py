@@ -157,11 +157,11 @@ def write_dataset(folder, parts, tokenizer, source, ends=False):
 
 def pieces(text):
     """
-    A text in pieces of ENCODED characters or more, cut behind line breaks where byte pairs are cut anyway: no blank is
-    beside these, and a letter or a digit follows.
+    A text in pieces of ENCODED characters or more, cut after a line break that follows no blank and precedes a letter
+    or a digit: byte pairs do not cross it.
     """
-    start, cut = 0, re.compile(r'(?<=\S)\n(?=\w)')
-    while start < len(text):
+    start, end, cut = 0, -1, re.compile(r'(?<=\S)\n(?=\w)')
+    while end < len(text):
         found = cut.search(text, start + ENCODED)
         end = found.end() if found else len(text)
         yield text[start:end]

@@ -87,12 +87,12 @@ class Engine:
             raise ValueError(f"max_new_tokens must be an integer from 0 on and n one from 1 on, not {max_new_tokens!r} "
                              f"and {n!r}")
         numbers = (logits_from, 0), (most_ahead, 1)
-        if type(salt) is not str or any(type(n) is not int or n < least for n, least in numbers):
+        if type(salt) is not str or any(type(each) is not int or each < least for each, least in numbers):
             raise ValueError(f"salt must be a text, logits_from an integer from 0 on and most_ahead one from 1 on, not "
                              f"{salt!r}, {logits_from!r} and {most_ahead!r}")
         n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
         if prompt_logits and (not self.pool.page_size or len(prompt) > c.max_positions):
-            raise ValueError("prompt_logits=True needs a cache, so another pool than NoPool, and a prompt of at most "
+            raise ValueError("prompt_logits=True needs another pool than NoPool, and a prompt of at most "
                              f"{c.max_positions} tokens, not {len(prompt)}")
         self.check_room(prompt, max_new_tokens)
         self.notice_changes()
@@ -260,8 +260,8 @@ class Engine:
         for name, is_taken in (('executor', self.executor.layers is not self.layers),
                                ('pool', self.pool.engine() is not self)):
             if is_taken:
-                raise ValueError(f"a later engine has taken the {name} of this one, and it works for one engine: make "
-                                 "one for each")
+                raise ValueError(f"a later engine has taken the {name} of this one, and each engine needs its own: "
+                                 f"make another {name}")
         if self.pid != os.getpid():
             raise ValueError("this engine was made before a fork, in another process: make an engine in this process")
         if self.is_running:

@@ -367,6 +367,11 @@ class ChatBody(GenerationBody, ConversationFields):
     add_special_tokens: Literal[False] = Field(False, description="the template writes them")
 
     @property
+    def most_tokens(self):
+        """Of an answer, by whichever of its two names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def n_logprobs(self):
         """The `logprobs` of its requests."""
         return self.top_logprobs if self.logprobs else None

@@ -203,8 +203,7 @@ class Response(ChatCompletion):
             'error': {'code': 'invalid_prompt' if self.error.status == 400 else 'server_error',
                       'message': str(self.error)} if self.error else None,
             'incomplete_details': {'reason': 'max_output_tokens'} if status == 'incomplete' else None,
-            'instructions': body.instructions or None,
-            'max_output_tokens': body.max_completion_tokens or body.max_tokens,
+            'instructions': body.instructions or None, 'max_output_tokens': body.most_tokens,
             'temperature': body.temperature, 'top_p': body.top_p, 'top_logprobs': body.top_logprobs,
             'tools': [{'parameters': None, 'strict': None, **flat(tool)} for tool in body.tools],
             'tool_choice': body.tool_choice if type(body.tool_choice) is str else flat(

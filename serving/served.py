@@ -121,8 +121,7 @@ def n_new_tokens(body, served, n_prompt):
     conversation as many as there is room for. APIError 400 if the context is too short for them.
     """
     is_chat = isinstance(body, ChatBody)
-    asked, room = body.max_completion_tokens if is_chat else None, served.max_tokens - n_prompt
-    asked = body.max_tokens if asked is None else asked
+    asked, room = body.most_tokens if is_chat else body.max_tokens, served.max_tokens - n_prompt
     if room < (asked != 0):
         raise too_long(f"the prompt has {n_prompt:,} tokens, and the context is {served.max_tokens:,} tokens: the "
                        f"largest prompt is {served.max_tokens - (asked != 0):,} tokens",

@@ -83,7 +83,7 @@ def test_without_marks_an_answer_goes_up_to_its_end_token():
 def test_an_answer_with_the_text_of_its_end_is_refused():
     """Its target would end there. With marks it is scored as a whole, as in transformers."""
     messages = [dict(role='user', content='ab'), dict(role='assistant', content='a <|im_end|> b')]
-    with pytest.raises(ValueError, match=r'message 2, of the assistant, has the text <\|im_end\|>, with which'):
+    with pytest.raises(ValueError, match=r'message 2, of the assistant, has the text <\|im_end\|>, the token that'):
         scored_tokens(with_template(chat_tokenizer(TEXTS), CHAT), messages)
     ids, scored = scored_tokens(with_template(chat_tokenizer(TEXTS), MARKED), messages)
     assert chat_tokenizer(TEXTS).decode(ids[scored]) == 'a <|im_end|> b<|im_end|>'

@@ -145,6 +145,11 @@ def tokenizers_of_lines():
         fields = dict(pre=rule, merges=content['model']['merges'])
         of_rule = gguf_tokenizer.byte_pairs(fields, content['model']['vocab'])
         found.append((rule, JSONTokenizer(json.dumps(of_rule)), True))
+    end = dict(type='TemplateProcessing', pair=[], single=[
+        dict(Sequence=dict(id='A', type_id=0)), dict(SpecialToken=dict(id='<|endoftext|>', type_id=0))],
+        special_tokens={'<|endoftext|>': dict(id='<|endoftext|>', ids=[0], tokens=['<|endoftext|>'])})
+    for more in dict(post_processor=end), dict(normalizer=dict(type='Strip', strip_left=True, strip_right=True)):
+        found.append((str(more), JSONTokenizer(json.dumps(content | more)), False))
     for change in dict(use_regex=False), dict(add_prefix_space=True):
         changed = content | dict(pre_tokenizer=content['pre_tokenizer'] | change)
         found.append((str(change), JSONTokenizer(json.dumps(changed)), False))

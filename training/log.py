@@ -156,14 +156,16 @@ class Log:
             with open(self.file.name, newline='') as f:
                 for row in csv.DictReader(f):
                     for column in points:
-                        if row[column]:
+                        if row.get(column):
                             points[column].append((int(row['iter']), float(row[column])))
             for column, of_column in points.items():
                 if of_column:
-                    shown = of_column[::1 + len(of_column) // MOST_POINTS]
+                    step = math.ceil(len(of_column) / MOST_POINTS)
+                    shown = of_column[::-1][::step]  # the newest one among them
                     ax.plot(*zip(*shown), label=column.replace('_', ' '), **styles[column])
             ax.legend()
             with replacing(self.file.name.replace('log.csv', 'loss.png')) as f:
                 fig.savefig(f, format='png', dpi=110)
-        except OSError as e:
-            self.say(f"loss.png cannot be written ({e.strerror}), and the run goes on without it")
+        except (OSError, ValueError, TypeError) as e:  # others may have written to log.csv
+            why = e.strerror if isinstance(e, OSError) else e
+            self.say(f"loss.png cannot be written ({why}), and the run goes on without it")

@@ -62,17 +62,16 @@ def main(config):
 
 
 def check_answers(line):
-    """ValueError for an answer that a model would learn as an empty one, another role, and a wrong "held_out"."""
+    """ValueError for an answer that is empty, a role that is not one of ROLES, and a wrong "held_out"."""
     if line.get('held_out') not in (None, False, True):
         raise ValueError(f'"held_out" must be true or false, not {line["held_out"]!r:.40}')
     for i, message in enumerate(line['messages']):
         if message['role'] not in ROLES:
             raise ValueError(f"the role of message {i + 1} must be one of {', '.join(ROLES)}, not "
                              f"{message['role']!r:.40}")
-        if message['role'] == 'assistant':
-            if not message['content'].strip():
-                raise ValueError(f"message {i + 1}, of the assistant, is empty, and a model would learn to say "
-                                 "nothing: leave the line out")
+        if message['role'] == 'assistant' and not message['content'].strip():
+            raise ValueError(f"message {i + 1}, of the assistant, is empty, and a model would learn to say nothing: "
+                             "leave the line out")
 
 
 def is_conversation(line):

@@ -21,7 +21,7 @@ from decode.gpu.step import Step
 from decode.gpu.tables import BROKEN, MOST_STEPS, STOPS, CallTable
 
 BUCKETS = 8, 16, 32, 64, 128, 192, 256  # numbers of rows of a graph
-AT_ONCE, GROUPS = 4, 2  # steps that are launched together; such groups that are under way, at most
+AT_ONCE, GROUPS = 4, 2  # steps of a group, which are launched together; groups under way at a time, at most
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
 
 
@@ -137,8 +137,8 @@ class GPUExecutor:
         ends, counts = np.cumsum(counts), np.asarray(counts)
         for start in range(0, len(tokens), self.most_sequences):
             end = min(start + self.most_sequences, len(tokens))
-            n_new = np.minimum(ends, end) - np.maximum(ends - counts, start)
-            numbers = (n_new > 0).nonzero()[0]
+            n_new = np.clip(ends, start, end) - np.clip(ends - counts, start, end)
+            numbers = n_new.nonzero()[0]
             first, last = np.searchsorted(wanted, (start, end)).tolist()
             graphs = [self.graph('layers', end - start)]
             if first < last:
@@ -201,7 +201,7 @@ class GPUExecutor:
 
 
 def check_drawn(drawn):
-    """`NotNumbers` if there was nothing to draw from."""
+    """`NotNumbers` if a row had logits that are no numbers."""
     if (drawn == BROKEN).any():
         raise NotNumbers
 

@@ -45,7 +45,7 @@ class Queue:
         table.view(-1).index_copy_(0, both[:n], both[n:].view(table.dtype)[:n])
 
     def event(self):
-        """With a `synchronize`, in which the host waits until all before it is done."""
+        """An event behind all that was begun. Its `synchronize` waits until that is done."""
         event = torch.cuda.Event()
         event.record()
         return event
