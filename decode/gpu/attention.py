@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 
 from decode.gpu.ordering import is_last, overlap, wait
-from decode.gpu.slots import SPLIT, SPLITS, TILE
+from decode.gpu.slots import SPLIT, SPLITS, TILE, TILE_16
 from decode.gpu.storing import slot_of, store_kernel, store_new, what_is_stored
 
 PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many rows, each head of a row has a program
+STAGES = 2       # tiles that are read ahead of the one that is attended, and it
 
 
 def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
@@ -43,26 +44,28 @@ def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
     n_heads = c.n_head if one else c.n_kv_head
     n_programs = min(n_splits, max(1, PROGRAMS // (R * n_heads)))
     queries, rows = (1, 1) if one else (shared, max(16, triton.next_power_of_2(shared)))
-    tile = min(TILE, 2**14 // constants['PADDED'])  # so that one fits the memory of small cards
+    # programs of one warp hide each other's waiting; a tile of float32 has a key for each of 128 threads
+    tile, num_warps, split = (TILE, 8, max(SPLIT, TILE)) if one else (TILE_16, 1, SPLIT)
+    tile = min(tile, 2**14 // constants['PADDED'])  # so that one fits the memory of small cards
     attend_kernel[R, n_heads, n_programs](
         qkv, *arguments, y, parts, step.ended, step.slopes, shared, queries, rows, c.head_dim ** -0.5, tile, stores,
-        c.window, SPLIT, SPLITS, n_splits, **constants, **overlap(q), num_warps=8 if one else 4, enable_fp_fusion=False)
+        c.window, split, SPLITS, n_splits, n_programs == 1, STAGES, **constants, **overlap(q), num_warps=num_warps,
+        enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=['n_slots'])  # one kernel is compiled for all caches, so that bits are the same in each
 def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride, n_slots,
                   y, parts, ended, slopes, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-                  SCALE: tl.constexpr, TILE: tl.constexpr, STORES: tl.constexpr,
-                  WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, N_SPLITS: tl.constexpr,
-                  N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-                  KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-                  GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, OVERLAP: tl.constexpr):
+                  SCALE: tl.constexpr, TILE: tl.constexpr, STORES: tl.constexpr, WINDOW: tl.constexpr,
+                  SPLIT: tl.constexpr, SPLITS: tl.constexpr, N_SPLITS: tl.constexpr, ALONE: tl.constexpr,
+                  STAGES: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, D: tl.constexpr,
+                  PADDED: tl.constexpr, KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr,
+                  RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, OVERLAP: tl.constexpr):
     """
     Some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Lanes have a largest
     score, a sum of weights and sums of values each. With a matrix of queries a lane is a query; with one, lane i is key
-    i of each tile, and lanes meet after the last tile.
+    i of each tile, and lanes meet after the last tile. ALONE: of all splits, which then are added up at once.
     """
-    wait(OVERLAP)
     row, channels = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
     heads = tl.program_id(1) * QUERIES + tl.arange(0, ROWS)
@@ -72,13 +75,16 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
     of_head = (tl.program_id(1) * QUERIES // SHARED).to(tl.int64) * n_slots
     if slopes is not None:
         slope = tl.load(slopes + heads, mine, 0)[:, None]
+    slot = slot_of(position, sequence, slot_table, table_stride, N_SINK, SINKS, RING)
+    wait(OVERLAP)  # positions and slots are older than the kernel before
     if STORES:  # each program of a row writes the same
-        slot = slot_of(position, sequence, slot_table, table_stride, N_SINK, SINKS, RING)
         store_new(qkv, q, angles, k, v, k_scale, v_scale, row, tl.program_id(1) * QUERIES, slot, of_head, sequence >= 0,
                   QUERIES, SHARED, N_HEAD, N_KV_HEAD, D, PADDED, KINDS, GROUP, GROUP_SIZE)
         tl.debug_barrier()  # all threads read what some have written
 
     n_splits = splits_of(position, sequence, 0, WINDOW, N_SINK, SPLIT, SPLITS)[0]
+    all_most, all_weight = tl.full((ROWS,), float('-inf'), tl.float32), tl.zeros((ROWS,), tl.float32)
+    all_sums = tl.zeros((ROWS, PADDED), tl.float32)
     for split in tl.range(tl.program_id(2), n_splits, tl.num_programs(2)):
         n, low, end, of_sinks = splits_of(position, sequence, split, WINDOW, N_SINK, SPLIT, SPLITS)
         from_position = tl.where(of_sinks, tl.minimum(position, N_SINK + WINDOW - 1), position)
@@ -87,7 +93,7 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
         most, weight = tl.full((LANES,), float('-inf'), tl.float32), tl.zeros((LANES,), tl.float32)
         sums = tl.zeros((LANES, PADDED), tl.float32)
         start = low // TILE * TILE
-        for tile in tl.range(0, ((end - start + TILE - 1) // TILE).to(tl.int32), num_stages=1):
+        for tile in tl.range(0, ((end - start + TILE - 1) // TILE).to(tl.int32), num_stages=STAGES):
             first = start + tile * TILE
             keys = first + tl.arange(0, TILE)
             seen = (keys >= low) & (keys < end)
@@ -115,21 +121,34 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
                 sums = sums * kept[:, None] + weights * value.to(tl.float32)
             else:
                 sums = tl.dot(weights.to(value.dtype), value, sums * kept[:, None], input_precision='ieee')
-        part = parts + ((row * N_SPLITS + split) * N_HEAD + heads) * (D + 2)
         if ROWS == 1:  # the lanes meet
             largest = tl.max(most, axis=0, keep_dims=True)
             kept = share(most, largest)
-            tl.store(part + D, largest, mine)
-            tl.store(part + D + 1, tl.sum(weight * kept, axis=0, keep_dims=True), mine)
+            weight = tl.sum(weight * kept, axis=0, keep_dims=True)
             sums = tl.sum(sums * kept[:, None], axis=0, keep_dims=True)
         else:
-            tl.store(part + D, most, mine)
+            largest = most
+        if ALONE:
+            all_most, all_weight, all_sums = joined(all_most, all_weight, all_sums, largest, weight, sums)
+        else:
+            part = parts + ((row * N_SPLITS + split) * N_HEAD + heads) * (D + 2)
+            tl.store(part + D, largest, mine)
             tl.store(part + D + 1, weight, mine)
-        tl.store(part[:, None] + channels[None, :], sums, numbers)
+            tl.store(part[:, None] + channels[None, :], sums, numbers)
 
-    if is_last(ended + row * N_HEAD + tl.program_id(1), tl.num_programs(2)):
-        add_up(y + (row * N_HEAD + heads) * D, parts + (row * N_SPLITS * N_HEAD + heads) * (D + 2), n_splits, mine,
-               N_HEAD, D, PADDED, ROWS)
+    done = ALONE
+    if not ALONE:
+        done = is_last(ended + row * N_HEAD + tl.program_id(1), tl.num_programs(2))
+        if done:
+            for split in tl.range(0, n_splits):
+                part = parts + ((row * N_SPLITS + split) * N_HEAD + heads) * (D + 2)
+                largest, weight = tl.load(part + D, mine, 0), tl.load(part + D + 1, mine, 0)
+                sums = tl.load(part[:, None] + channels[None, :], numbers, 0)
+                all_most, all_weight, all_sums = joined(all_most, all_weight, all_sums, largest, weight, sums)
+    if done:
+        all_sums /= tl.where(n_splits > 0, all_weight, 1)[:, None]  # of padding, 0
+        to = y + (row * N_HEAD + heads) * D
+        tl.store(to[:, None] + channels[None, :], all_sums.to(y.dtype.element_ty), numbers)
 
 
 @triton.jit
@@ -169,19 +188,8 @@ def share(score, most):
 
 
 @triton.jit
-def add_up(y, parts, n_splits, mine, N_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Write y of some heads. A part has D sums of values, the largest score, and the sum of weights."""
-    channels = tl.arange(0, PADDED)
-    numbers = mine[:, None] & (channels < D)[None, :]
-    most, weight = tl.full((ROWS,), float('-inf'), tl.float32), tl.zeros((ROWS,), tl.float32)
-    sums = tl.zeros((ROWS, PADDED), tl.float32)
-    for split in tl.range(0, n_splits):
-        part = parts + split * N_HEAD * (D + 2)
-        of_split, of_weights = tl.load(part + D, mine, 0), tl.load(part + D + 1, mine, 0)
-        of_values = tl.load(part[:, None] + channels[None, :], numbers, 0)
-        before, most = most, tl.maximum(most, of_split)
-        kept, added = share(before, most), share(of_split, most)
-        weight = weight * kept + of_weights * added
-        sums = sums * kept[:, None] + of_values * added[:, None]
-    sums /= tl.where(n_splits > 0, weight, 1)[:, None]  # of padding, 0
-    tl.store(y[:, None] + channels[None, :], sums.to(y.dtype.element_ty), numbers)
+def joined(most, weight, sums, of_split, of_weights, of_values):
+    """The largest score, the sum of weights and the sums of values of some splits and one more."""
+    largest = tl.maximum(most, of_split)
+    kept, added = share(most, largest), share(of_split, largest)
+    return largest, weight * kept + of_weights * added, sums * kept[:, None] + of_values * added[:, None]

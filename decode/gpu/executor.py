@@ -175,7 +175,8 @@ class GPUExecutor:
         except BaseException:
             self.queue.synchronize()  # the caller may free slots that steps under way still write
             raise
-        found = [(column[column >= 0] % STOPS).tolist() for column in drawn[:landed].T]
+        counts = (drawn[:landed] >= 0).sum(0).tolist()  # what is nothing is behind the end
+        found = [tokens[:n] for tokens, n in zip((drawn[:landed].T % STOPS).tolist(), counts)]
         for row, of_row in zip(rows, found):
             row.n_counted = row.sequence.n_drawn + len(of_row)
         return [SequenceOutput(of_row) for of_row in found]
