@@ -33,30 +33,24 @@ COLUMNS = 120  # the width of a picture
 class NoSlot(ValueError):
     """There are too few cells. Nothing has changed."""
 
-    def __init__(self, n, n_free, contiguous=False):
-        side = ' side by side' * contiguous
-        super().__init__(f"the cache is full: {n} cells{side} are needed and {n_free} are free: remove a sequence, or "
-                         "make the cache larger")
-
 
 class Cells:
     """
-    An array of `size` cells for the sequences `seqs`, a range of their numbers.
+    An array of cells for the sequences `seqs`, a range of their numbers.
 
+    shift: int64 (size,), by how much a position has changed since the key in the cell was last rotated; given as zeros.
     pos: int64 (size,), EMPTY or a position. owners: bool (len(seqs), size), a row for each sequence.
-    shift: int64 (size,), by how much a position has changed since the key in the cell was last rotated; may be given,
-    as zeros. head: the cell from which the search for free cells begins. end: the number of the last cell that holds
-    something, plus one, so that the cost of a token depends on the cells in use and not on the size.
+    head: the cell from which the search for free cells begins. end: the number of the last cell that holds something,
+    plus one, so that the cost of a token depends on the cells in use and not on the size.
 
     Methods take cells by number, int64 (n,). Ranges of positions are [p0, p1); p0 < 0 is the beginning and p1 < 0 the
     end.
     """
 
-    def __init__(self, size, seqs, shift=None):
-        self.seqs = seqs
-        self.pos = np.full(size, EMPTY)
-        self.owners = np.zeros((len(seqs), size), dtype=bool)
-        self.shift = np.zeros(size, dtype=np.int64) if shift is None else shift
+    def __init__(self, seqs, shift):
+        self.seqs, self.shift = seqs, shift
+        self.pos = np.full(len(shift), EMPTY)
+        self.owners = np.zeros((len(seqs), len(shift)), dtype=bool)
         self.head = self.end = 0
 
     def __len__(self):
@@ -66,14 +60,10 @@ class Cells:
         """How many cells hold something."""
         return len(self.of(None))
 
-    def row(self, seq):
-        """The row of a sequence in `owners`."""
-        return seq - self.seqs.start
-
     def of(self, seq, p0=-1, p1=-1):
         """The cells of a sequence (None: of any) with a position in [p0, p1), in ascending order."""
         pos = self.pos[:self.end]
-        mine = pos != EMPTY if seq is None else self.owners[self.row(seq), :self.end]
+        mine = pos != EMPTY if seq is None else self.owners[self.seqs.index(seq), :self.end]
         if p0 > 0:
             mine = mine & (pos >= p0)
         if p1 >= 0:
@@ -116,7 +106,7 @@ class Cells:
     def own(self, cells, seq, owned=True):
         """Add a sequence to the owners of cells, or remove it from them."""
         owners = self.owners[:, cells]
-        owners[self.row(seq)] = owned
+        owners[self.seqs.index(seq)] = owned
         self.put(cells, self.pos[cells], owners, self.shift[cells])
 
     def remove(self, seq, p0=-1, p1=-1):
@@ -155,20 +145,10 @@ class Cells:
             first = usable[:len(last)]
             found = first[last - first == n - 1]
         if len(found) < (1 if contiguous else n):
-            raise NoSlot(n, len(usable), contiguous)
+            raise NoSlot(f"the cache is full: {n} cells{' side by side' * contiguous} are needed and {len(usable)} are "
+                         "free: remove a sequence, or make the cache larger")
         found = np.roll(found, -np.searchsorted(found, head))
         return found[0] + np.arange(n) if contiguous else found[:n]
-
-    def runs_of(self, seq):
-        """
-        The cells of a sequence by its positions, int64 (n_rows, 3): (position, cell, n) for n positions from `position`
-        on that are in the cells from `cell` on.
-        """
-        cells = self.of(seq)
-        cells = cells[self.pos[cells].argsort()]
-        pos = self.pos[cells]
-        first = np.flatnonzero((np.diff(pos, prepend=-2) != 1) | (np.diff(cells, prepend=-2) != 1))
-        return np.stack((pos[first], cells[first], np.diff(first, append=len(cells))), axis=1)
 
     def __str__(self):
         """
@@ -195,8 +175,6 @@ class Window:
     """
     Sliding-window attention. kind 'standard': a token sees the last n_swa positions, its own included. 'chunked': it
     sees its chunk of n_swa positions, up to its own.
-
-    A window hides old positions and does not change them. A shift changes positions.
     """
 
     def __init__(self, n_swa, kind):
@@ -238,8 +216,7 @@ class Streams:
         self.window, self.can_shift = window, can_shift
         ranges = [range(n_seq_max)] if unified else [range(seq, seq + 1) for seq in range(n_seq_max)]
         self.shift = np.zeros(len(ranges) * kv_size, dtype=np.int64)
-        self.streams = [Cells(kv_size, seqs, self.shift[i * kv_size:(i + 1) * kv_size])
-                        for i, seqs in enumerate(ranges)]
+        self.streams = [Cells(*each) for each in zip(ranges, self.shift.reshape(len(ranges), kv_size))]
 
     def stream_of(self, seq):
         """The number of the stream that a sequence is in."""
@@ -270,7 +247,7 @@ class Streams:
         positions = joined.astype(np.int64)
         if joined.dtype.kind not in 'iu' or positions.min() < 0:
             raise ValueError(f"positions are integers from 0 on, not {joined.tolist()}")
-        spans, first, after, earlier, start = [], {}, {}, {}, 0
+        spans, first, ends, start = [], {}, {}, 0  # ends: {sequence: (its next position, where its last span begins)}
         for seqs, n in zip(tokens, counts):
             part = positions[start:start + n]
             if (np.diff(part) != 1).any():
@@ -279,13 +256,11 @@ class Streams:
             seqs = seqs if isinstance(seqs, tuple) else (seqs,)
             for seq in seqs:
                 self.stream_of(seq)
-                check_next(seq, after.get(seq), part[0])
+                check_next(seq, ends[seq][0] if seq in ends else None, part[0])
                 first.setdefault(seq, int(part[0]))
-                after[seq] = part[-1] + 1
-            if any(earlier.get(seq) != earlier.get(seqs[0]) for seq in seqs):
+            if len({ends.get(seq) for seq in seqs}) > 1:
                 raise diverged(seqs)
-            for seq in seqs:
-                earlier.setdefault(seq, []).append(len(spans))
+            ends |= dict.fromkeys(seqs, (part[-1] + 1, start))
             spans.append((seqs, start, start + n))
             start += n
         streams = np.array([0] if self.unified else list(first), dtype=np.int64)
@@ -373,9 +348,8 @@ class Streams:
     def seq_keep(self, seq):
         """Remove all sequences but this one."""
         self.stream_of(seq)
-        for cells in self.streams:
-            used = cells.of(None)
-            cells.put(used, cells.pos[used], cells.owners[:, used] & cells.owned_by(seq), cells.shift[used])
+        for other in {*range(self.n_seq_max)} - {seq}:
+            self.seq_rm(other)
 
     def seq_add(self, seq, p0, p1, shift):
         """

@@ -77,8 +77,12 @@ class CellPool:
 
     def look_up(self, sequence):
         """Write the runs of a sequence."""
-        s = sequence
-        s.runs = Runs(self.streams.cells_of(s.cells).runs_of(s.cells) + (0, self.first_slot(s), 0))
+        s, cells = sequence, self.streams.cells_of(sequence.cells)
+        mine = cells.of(s.cells)
+        mine = mine[cells.pos[mine].argsort()]
+        pos, slots = cells.pos[mine], mine + self.first_slot(s)
+        first = np.flatnonzero((np.diff(pos, prepend=-2) != 1) | (np.diff(slots, prepend=-2) != 1))
+        s.runs = Runs(zip(pos[first], slots[first], np.diff(first, append=len(mine))))
 
     def first_slot(self, sequence):
         """The slot of the first cell of a sequence's stream."""
