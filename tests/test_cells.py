@@ -248,10 +248,10 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
                            ({}, 'all', 0), ({}, 'one', None), ({}, 'junk', 0), ({}, 'absent', 0)):
         other = cache(**how)
         put(other, {1: range(2)})
-        before = str(other), other.own_layers()[0].k.data.clone()
+        before = str(other), other.own_layers[0].k.data.clone()
         with pytest.raises(ValueError):
             other.state_load(tmp_path / path, seq)
-        assert str(other) == before[0] and torch.equal(other.own_layers()[0].k.data, before[1])
+        assert str(other) == before[0] and torch.equal(other.own_layers[0].k.data, before[1])
 
 
 def edited(path, tensors=(), **header):

@@ -21,6 +21,7 @@ Follows llama.cpp's src/llama-kv-cache.cpp, as it is since August 2025:
     memory_breakdown, clear         the same names
 """
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -57,24 +58,6 @@ class CellLayer(Layer):
         return k, v
 
 
-class ReadLayer:
-    """A layer that reads the keys and values of an earlier one, and stores none of its own."""
-
-    def __init__(self, layer):
-        self.device, self.read = layer.device, layer.read
-
-    def write(self, slots, k, v):
-        pass
-
-
-class MissingLayer:
-    """Stands for a layer without a cache: it raises the ValueError of `CellCache.layer_of` when it is used."""
-    device = torch.device('cpu')
-
-    def __init__(self, cache, number):
-        self.write = lambda slots, k, v: cache.layer_of(number)
-
-
 class CellCache(Streams):
     """
     n_layer: layers of the model. n_head_kv, head_dim: heads of keys and values, and channels of each.
@@ -96,8 +79,6 @@ class CellCache(Streams):
         self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
         self.rope_base, self.rope_scaling, self.frequencies = rope_base if can_shift else None, rope_scaling, None
         if self.rope_base is not None:
-            if head_dim % 2:
-                raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
             self.frequencies = rotary_frequencies(head_dim, rope_base, rope_scaling)
         # keys in fewer bits would drift with each rounding: they stay as they were written
         self.turns_when_read = self.frequencies is not None and BITS.get(type_k, 0) < 32
@@ -115,12 +96,9 @@ class CellCache(Streams):
                 self.layers.append(CellLayer(len(self.shift), n_head_kv, head_dim, type_k, type_v,
                                              device(layer) if callable(device) else device, v_trans, scratch,
                                              shift=shift, frequencies=self.frequencies))
-        if not self.own_layers():
+        self.own_layers = list(dict.fromkeys(filter(None, self.layers)))  # that store keys and values, each once
+        if not self.own_layers:
             raise ValueError("layer_filter leaves no layer with a cache")
-
-    def own_layers(self):
-        """The layers that store keys and values, each once."""
-        return list(dict.fromkeys(layer for layer in self.layers if layer is not None))
 
     def layer_of(self, number):
         if not 0 <= number < len(self.layers) or self.layers[number] is None:
@@ -130,13 +108,13 @@ class CellCache(Streams):
     def clear(self):
         """Remove all sequences and zero all keys and values: a mask does not hide a NaN from the next sequence."""
         super().clear()
-        for layer in self.own_layers():
+        for layer in self.own_layers:
             layer.zero()
 
     def seq_cp(self, source, target, p0=-1, p1=-1):
         a, b = self.stream_of(source), self.stream_of(target)
         super().seq_cp(source, target, p0, p1)
-        for layer in self.own_layers() if a != b else ():
+        for layer in self.own_layers if a != b else ():
             layer.copy(a * self.kv_size, b * self.kv_size, self.streams[a].end)
 
     def place(self, batch, device=None):
@@ -164,13 +142,15 @@ class CellCache(Streams):
     def layers_for(self, batch, found, device=None):
         """What `place` returns for a batch that is stored in the cells that were found."""
         self.update()
-        n_kv, layers = self.get_n_kv(batch), []
+        n_kv, device, layers = self.get_n_kv(batch), device or self.own_layers[0].device, []
         for number, layer in enumerate(self.layers):
-            if layer is None:
-                layer = MissingLayer(self, number)
-            layers.append(ReadLayer(layer) if layer in layers else layer)
+            if layer is None:  # its write raises ValueError
+                layer = SimpleNamespace(device=device, write=lambda *_, number=number: self.layer_of(number))
+            elif layer in layers:  # an earlier one writes
+                layer = SimpleNamespace(device=layer.device, read=layer.read, write=lambda *_: None)
+            layers.append(layer)
         own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(n_kv))
-        return layers_of_step(layers, device or self.own_layers()[0].device, own, read, *self.keys(batch, n_kv))
+        return layers_of_step(layers, device, own, read, *self.keys(batch, n_kv))
 
     def slots_of(self, batch, cells):
         """The slots of cells, (B, n) or (n,) for all, in the streams of a batch, (B, n)."""
@@ -254,7 +234,7 @@ class CellCache(Streams):
             if not len(moved):
                 continue
             slots, shift = torch.from_numpy(stream * self.kv_size + moved), torch.from_numpy(cells.shift[moved])
-            for layer in self.own_layers() if self.frequencies is not None else ():
+            for layer in self.own_layers if self.frequencies is not None else ():
                 data, where = layer.k.data, slots.to(layer.device)
                 data[:, where] = turned(data[:, where], shift, self.frequencies)
             cells.shift[moved] = 0
@@ -264,6 +244,6 @@ class CellCache(Streams):
     def memory_breakdown(self):
         """A Counter {device: bytes} of the stored keys and values; the memory of the layers' `Scratch` comes on top."""
         sizes = Counter()
-        for layer in self.own_layers():
+        for layer in self.own_layers:
             sizes[str(layer.device)] += layer.nbytes()
         return sizes

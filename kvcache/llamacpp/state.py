@@ -21,7 +21,7 @@ FORMAT, VERSION = 'kvcache-state', 4
 
 def settings(cache, one):
     """The settings that a file of one sequence, or of all, and the cache it is loaded into must have in common."""
-    own, window = cache.own_layers(), cache.window
+    own, window = cache.own_layers, cache.window
     found = dict(version=VERSION, layers=[None if layer is None else own.index(layer) for layer in cache.layers],
                  n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind,
                  rope_base=cache.rope_base, window=[window.kind, window.n_swa] if window else None)
@@ -32,7 +32,7 @@ def settings(cache, one):
 
 def stored(cache):
     """(name, tensor (n_head, n_slots, ...)) of all keys and values."""
-    for l, layer in enumerate(cache.own_layers()):
+    for l, layer in enumerate(cache.own_layers):
         for name, rows in (('k', layer.k), ('v', layer.v)):
             for i, tensor in enumerate(rows.tensors()):
                 yield f'{l}.{name}{i}', tensor
