@@ -5,9 +5,8 @@ A file of all sequences has all cells. A file of one sequence has the positions 
 window, or all positions if there is no window. Keys in float32 whose positions were changed are rotated before they are
 saved. Keys in fewer bits are saved as they were written, with the shift by which they must still be rotated.
 
-Follows state_write and state_read of llama.cpp's src/llama-kv-cache.cpp, as they are since August 2025: `save` and
-`load` are these for one sequence or for all, `fill` is state_read_meta and state_read_data. The format of the file is
-not llama.cpp's.
+Follows state_write and state_read of llama.cpp's src/llama-kv-cache.cpp: `save` and `load` are these for one sequence
+or for all. The format of the file is not llama.cpp's.
 """
 import json
 
@@ -24,9 +23,8 @@ def settings(cache, one):
     own, window = cache.own_layers, cache.window
     found = dict(version=VERSION, layers=[None if layer is None else own.index(layer) for layer in cache.layers],
                  n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind,
-                 rope_base=cache.rope_base, window=[window.kind, window.n_swa] if window else None)
-    if cache.rope_scaling:
-        found['rope_scaling'] = list(cache.rope_scaling)
+                 rope_base=cache.rope_base, rope_scaling=list(cache.rope_scaling) or None,
+                 window=[window.kind, window.n_swa] if window else None)
     return found if one else found | dict(n_seq_max=cache.n_seq_max, unified=cache.unified)
 
 
@@ -77,8 +75,8 @@ def load(cache, path, seq=None):
     hides. ValueError if the file does not fit this cache or is damaged, `NoSlot` if there is no room; then nothing has
     changed.
     """
-    (header, tensors), one = read(path), seq is not None
-    check_header(cache, path, header, one)
+    one = seq is not None
+    tensors = read(cache, path, one)
     streams = [cache.stream_of(seq)] if one else range(len(cache.streams))
     parts = [checked_part(cache, path, tensors, part, 1 if one else len(cache.streams[part].seqs))
              for part in range(len(streams))]
@@ -88,20 +86,22 @@ def load(cache, path, seq=None):
     cache.seq_rm(seq)
     for s, part, where in zip(streams, parts, found):
         if len(where):
-            fill(cache, s, part, where, seq)
+            cells = cache.streams[s]
+            owners = cells.owned_by(seq) if one else part['owners'].numpy().T
+            cells.write(where, part['pos'].numpy(), owners, part['shift'].numpy())
+            for name, tensor in stored(cache):
+                tensor[:, slots_in(cache, s, where, tensor)] = part[name].to(tensor.device)
 
 
-def fill(cache, stream, part, where, seq):
-    """Give the cells that were found in a stream the content of a part: of sequence seq, or of all."""
-    cells, owners = cache.streams[stream], part['owners'].numpy().T
-    owners = owners if seq is None else cells.owned_by(seq)
-    cells.write(where, part['pos'].numpy(), owners, part['shift'].numpy())
-    for name, tensor in stored(cache):
-        tensor[:, slots_in(cache, stream, where, tensor)] = part[name].to(tensor.device)
-
-
-def check_header(cache, path, header, one):
-    """ValueError unless a file fits this cache, and has one sequence, or all."""
+def read(cache, path, one):
+    """{name: tensor} of a file. ValueError if it is no state of one sequence (or of all) that fits this cache."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(path, 'pt') as f:
+            header = json.loads((f.metadata() or {})[FORMAT])
+            tensors = {name: f.get_tensor(name) for name in f.keys()}
+    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as e:
+        raise ValueError(f"{path} cannot be read as the state of a cache, give a file of state_save: {e}") from e
     if header.get('one') is not one:
         raise ValueError(f"{path} holds " + ("all sequences of a cache: load it without seq" if one else
                                              "one sequence: pass seq, the number that it gets"))
@@ -109,6 +109,7 @@ def check_header(cache, path, header, one):
                  for name, value in settings(cache, one).items() if header.get(name) != value]
     if differing:
         raise ValueError(f"{path} was saved from another cache: " + ', '.join(differing))
+    return tensors
 
 
 def checked_part(cache, path, tensors, part, n_owners):
@@ -130,16 +131,3 @@ def checked_part(cache, path, tensors, part, n_owners):
         raise ValueError(f"{path} is damaged, it has cells without position or owner, shifts in a cache that cannot "
                          "shift, or keys and values that are no numbers: save it again")
     return found
-
-
-def read(path):
-    """(header, tensors) of a file. ValueError if it is not the state of a cache."""
-    from safetensors import SafetensorError, safe_open
-    try:
-        with safe_open(path, 'pt') as f:
-            header = json.loads((f.metadata() or {}).get(FORMAT, '{}'))
-            if not header or not isinstance(header, dict):
-                raise ValueError(f"{path} does not hold the state of a cache: give a file of state_save")
-            return header, {name: f.get_tensor(name) for name in f.keys()}
-    except (OSError, SafetensorError, json.JSONDecodeError) as e:
-        raise ValueError(f"{path} cannot be read as the state of a cache: {e}") from e
