@@ -7,6 +7,7 @@ llama.cpp's KV cache: cells with owners, in one stream for all sequences or in o
     hybrid       several such caches for one model, each with some of its layers
     pool         the pool of sample.py and serve.py whose slots are cells
 
-llama.cpp (https://github.com/ggml-org/llama.cpp) is followed as it is since August 2025. Each file says which of its
-files it follows, and which operation has which name there; KV_CACHE.md lists where this one differs on purpose.
+llama.cpp (https://github.com/ggml-org/llama.cpp) is followed as it is since August 2025, when its pull request 15467
+gave the files their names. Each file says which of its files it follows, and which operation has which name there;
+KV_CACHE.md lists where this one differs on purpose.
 """

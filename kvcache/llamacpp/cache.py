@@ -5,10 +5,9 @@ Cells with keys and values.
     batch = cache.batch({0: [5, 6, 7], 1: [2]})                   # sequence: positions of its new tokens
     x, _ = model.hidden_states(idx, torch.from_numpy(batch.positions), cache.place(batch))
 
-`Streams` says which cells the tokens of a batch are stored in. A `CellCache` has the rows behind the cells: cell c of
-stream s is slot s * kv_size + c.
+The rows of cell c of stream s are slot s * kv_size + c of each layer.
 
-Follows llama.cpp's src/llama-kv-cache.cpp, as it is since August 2025:
+Follows llama.cpp's src/llama-kv-cache.cpp:
 
     here                            there
     CellCache.place                 init_batch, and apply of its context

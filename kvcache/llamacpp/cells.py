@@ -2,13 +2,11 @@
 Who owns which cell: positions and sequences, without keys and values. numpy only.
 
 A cell has a position and a set of owners, the sequences that it is a part of. If ten samples share a prompt, it is one
-set of cells with ten owners each. All layers share the cells, and each layer has its own keys and values for them. In a
-unified cache all sequences share one stream of kv_size cells: any token can go to any free cell. Otherwise each
-sequence has its own stream of kv_size cells. A batch is stored in two steps: `find_slot` finds cells and changes
-nothing, `apply` writes to them.
+set of cells with ten owners each. In a unified cache all sequences share one stream of kv_size cells: any token can go
+to any free cell. Otherwise each sequence has its own stream of kv_size cells. A batch is stored in two steps:
+`find_slot` finds cells and changes nothing, `apply` writes to them.
 
-Follows llama.cpp's src/llama-kv-cells.h and the part of src/llama-kv-cache.cpp that has no tensors, as they are since
-August 2025 (its pull request 15467 gave the files these names):
+Follows llama.cpp's src/llama-kv-cells.h and the part of src/llama-kv-cache.cpp that has no tensors:
 
     here                                            there
     Cells, used, end, shift                         llama_kv_cells, get_used, used_max_p1, shift

@@ -1,16 +1,10 @@
 """
-Several caches for one model, each with some of its layers.
-
-    full = CellCache(4, 2, 16, kv_size=4096, n_seq_max=8, layer_filter=lambda layer: layer % 2 == 0)
-    local = CellCache(4, 2, 16, kv_size=640, n_seq_max=8, layer_filter=lambda layer: layer % 2 == 1, n_swa=64,
-                      swa_type='standard')
-    cache = HybridCache(full, local)
-    layers = cache.place(cache.batch({0: [5, 6, 7], 1: [2]}))
+Several caches for one model, each with some of its layers; KV_CACHE.md has an example.
 
 A batch, and an operation on sequences, is tried on all caches before it is done on any.
 
-Follows llama.cpp's src/llama-kv-cache-iswa.cpp, as it is since August 2025: a `HybridCache` of two caches is its
-llama_kv_cache_iswa (kv_base and kv_swa), `place` its init_batch, and the other methods have the same names.
+Follows llama.cpp's src/llama-kv-cache-iswa.cpp: a `HybridCache` of two caches is its llama_kv_cache_iswa (kv_base and
+kv_swa), `place` its init_batch, and the other methods have the same names.
 """
 from collections import Counter
 from functools import partialmethod
