@@ -21,7 +21,8 @@ class Prefix:
     The tokens of a full page and of all pages before it. Prefixes are equal if all their tokens are; equal hashes do
     not suffice.
 
-    tokens: a tuple of page_size ids. parent: the Prefix of the page before, or None.
+    tokens: a tuple of page_size ids. parent: the Prefix of the page before. The one before the first page has none, and
+    the salt in place of tokens.
     """
     __slots__ = ('parent', 'tokens', 'hash')
 
@@ -92,7 +93,7 @@ class PagePool:
         (the page table, the prefixes) of the beginning of tokens, as long as one is remembered, but not of all tokens.
         The table has the pages that the next token sees, and None in place of the others.
         """
-        table, prefixes, prefix = [], [], root(salt)
+        table, prefixes, prefix = [], [], Prefix(None, (salt,))
         for start in range(0, len(tokens) - self.page_size, self.page_size):
             prefix = Prefix(prefix, tuple(tokens[start:start + self.page_size]))
             page = self.page_with.get(prefix)
@@ -188,7 +189,7 @@ class PagePool:
             page = s.table[i]
             mine = None if page is None else self.prefix_of[page]
             if mine is None:
-                parent = s.prefixes[-1] if i else root(s.salt)
+                parent = s.prefixes[-1] if i else Prefix(None, (s.salt,))
                 mine = Prefix(parent, tuple(s.tokens[i * size:(i + 1) * size]))
                 if mine in self.page_with:  # two sequences have computed the same; one page of them is remembered
                     mine = self.prefix_of[self.page_with[mine]]
@@ -250,11 +251,6 @@ class PagePool:
         prefix, self.prefix_of[page] = self.prefix_of[page], None
         if prefix is not None:
             del self.page_with[prefix]
-
-
-def root(salt):
-    """The `Prefix` before the first page of a sequence with this salt."""
-    return Prefix(None, ('salt', salt)) if salt else None
 
 
 def pages_for(config, page_size):

@@ -123,8 +123,8 @@ GOOD = VECTOR | dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache
     *[(words, dict(cachestarts=torch.tensor(starts))) for words, starts in (
         ('not all among', [[8, -1], [24, 16]]), ('not all among', [[8, 32], [24, 16]]),
         ('not all among', [[8, 0], [-1, 16]]), ('not all among', [[8, 2**63 - 1], [24, 16]]), ('pages', [[8], [24]]),
-        ('overlap', [[8, 16], [24, 16]]), ('past one that is read', [[8, 0], [8, 16]]))],
-    ('past one that is read', dict(cache_mode=0, cachestarts=torch.tensor([0, 1]))),
+        ('overlap', [[8, 16], [24, 16]]), ('overlap', [[8, 0], [8, 16]]))],
+    ('overlap', dict(cache_mode=0, cachestarts=torch.tensor([0, 1]))),
     ('cachestarts', dict(cache_mode=0)),
     ('divide Dh', dict(quant_group=3)),
     *[('scale must be', dict(scale=scale)) for scale in (None, torch.zeros(2, 2, 32, 3, 1))],

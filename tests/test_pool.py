@@ -101,8 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
             while prefix:
                 parts.insert(0, prefix.tokens)
                 prefix = prefix.parent
-            salt = parts.pop(0)[1] if parts[0][:1] == ('salt',) else ''
-            found[page] = (salt, *sum(parts, ()))
+            found[page] = sum(parts, ())
         return found
 
     def most_that_can_be_found(self, tokens, salt):

@@ -83,10 +83,9 @@ class CellCache(Streams):
         self.turns_when_read = self.frequencies is not None and BITS.get(type_k, 0) < 32
         shift, scratch, self.layers = self.shift if self.turns_when_read else None, Scratch(), []
         for layer in range(n_layer):
-            reused = layer_reuse(layer) if layer_reuse else None
             if layer_filter and not layer_filter(layer):
                 self.layers.append(None)
-            elif reused is not None:
+            elif layer_reuse and (reused := layer_reuse(layer)) is not None:
                 if not 0 <= reused < layer or self.layers[reused] is None:
                     raise ValueError(f"layer {layer} cannot share the cache of layer {reused}: "
                                      "name an earlier layer that has a cache")
