@@ -44,16 +44,14 @@ class CellLayer(Layer):
         super().__init__(*args, **how)
         self.shift, self.frequencies = shift, frequencies
 
-    def turned(self, k, slots):
-        """Keys k (n_head, *shape, head_dim) of slots, an int64 array of that shape, at their present positions."""
-        if self.shift is None or not (pending := self.shift[slots]).any():
-            return k
-        return turned(k, torch.from_numpy(pending), self.frequencies)
+    def turned(self, k, shift):
+        """Keys k (n_head, *shape, head_dim), turned by the shifts of their cells, an int64 array of that shape."""
+        return turned(k, torch.from_numpy(shift), self.frequencies) if shift.any() else k
 
     def read(self, slots, dtype):
         k, v = super().read(slots, dtype)
         if self.shift is not None:
-            k = self.turned(k.transpose(0, 1), slots.numpy(force=True)).transpose(0, 1)
+            k = self.turned(k.transpose(0, 1), self.shift[slots.numpy(force=True)]).transpose(0, 1)
         return k, v
 
 
@@ -140,15 +138,15 @@ class CellCache(Streams):
     def layers_for(self, batch, found, device=None):
         """What `place` returns for a batch that is stored in the cells that were found."""
         self.update()
-        n_kv, device, layers = self.get_n_kv(batch), device or self.own_layers[0].device, []
+        device, layers = device or self.own_layers[0].device, []
         for number, layer in enumerate(self.layers):
             if layer is None:  # its write raises ValueError
                 layer = SimpleNamespace(device=device, write=lambda *_, number=number: self.layer_of(number))
             elif layer in layers:  # an earlier one writes
                 layer = SimpleNamespace(device=layer.device, read=layer.read, write=lambda *_: None)
             layers.append(layer)
-        own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(n_kv))
-        return layers_of_step(layers, device, own, read, *self.keys(batch, n_kv))
+        own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(self.get_n_kv(batch)))
+        return layers_of_step(layers, device, own, read, *self.keys(batch))
 
     def slots_of(self, batch, cells):
         """The slots of cells, (B, n) or (n,) for all, in the streams of a batch, (B, n)."""
@@ -159,17 +157,16 @@ class CellCache(Streams):
         return torch.from_numpy(self.slots_of(batch, found)).flatten()
 
     def get_n_kv(self, batch):
-        """
-        How many cells of each stream a stored batch attends over: up to the last used one, to a multiple of n_pad.
-        """
+        """How many cells of each stream a stored batch sees: up to the last used one, to a multiple of n_pad."""
         end = max(self.streams[s].end for s in batch.streams)
         return min(self.kv_size, max(1, -(-end // self.n_pad)) * self.n_pad)
 
-    def keys(self, batch, n_kv):
+    def keys(self, batch):
         """
         The first n_kv cells of each stream: their positions, (B, n_kv), and which of them each token of a stored batch
         may look at, bool (B, T, n_kv): those of its own sequence, within the window of the cache.
         """
+        n_kv = self.get_n_kv(batch)
         pos = np.stack([self.streams[s].pos[:n_kv] for s in batch.streams])
         if self.unified:
             # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
@@ -182,12 +179,12 @@ class CellCache(Streams):
             allowed &= np.logical_not(hidden, out=hidden)  # in place: a mask of a long prompt is large
         return pos, allowed
 
-    def kq_mask(self, batch, n_kv=None):
+    def kq_mask(self, batch):
         """
         The mask of a stored batch, bool (B, 1, T, n_kv): True where a token may look at a cell, which is one of its
         sequence, at no later position, and within the window.
         """
-        pos, allowed = self.keys(batch, n_kv or self.get_n_kv(batch))
+        pos, allowed = self.keys(batch)
         allowed &= pos[:, None] <= batch.positions[..., None]
         return torch.from_numpy(allowed)[:, None]
 
@@ -207,9 +204,8 @@ class CellCache(Streams):
         present positions. A view, unless they have to be dequantised or rotated.
         """
         self.update()
-        slots = np.arange(len(self.shift)).reshape(-1, self.kv_size)[streams, :n_kv]
-        layer = self.layer_of(layer)
-        return layer.turned(self.view(layer.k, n_kv, streams), slots).permute(1, 2, 0, 3)
+        layer, shift = self.layer_of(layer), self.shift.reshape(-1, self.kv_size)[streams, :n_kv]
+        return layer.turned(self.view(layer.k, n_kv, streams), shift).permute(1, 2, 0, 3)
 
     def get_v(self, layer, n_kv, streams=slice(None)):
         """Values of the same cells. A view, unless they have to be dequantised."""
