@@ -83,13 +83,12 @@ class Engine:
         self.check_caller()
         c = self.model.config
         prompt = checked_prompt(prompt, c.vocab_size)
-        if type(max_new_tokens) is not int or max_new_tokens < 0 or type(n) is not int or n < 1:
-            raise ValueError(f"max_new_tokens must be an integer from 0 on and n one from 1 on, not {max_new_tokens!r} "
-                             f"and {n!r}")
-        numbers = (logits_from, 0), (most_ahead, 1)
-        if type(salt) is not str or any(type(each) is not int or each < least for each, least in numbers):
-            raise ValueError(f"salt must be a text, logits_from an integer from 0 on and most_ahead one from 1 on, not "
-                             f"{salt!r}, {logits_from!r} and {most_ahead!r}")
+        if type(salt) is not str:
+            raise ValueError(f"salt must be a text, not {salt!r}")
+        for name, count, least in (('max_new_tokens', max_new_tokens, 0), ('n', n, 1),
+                                   ('logits_from', logits_from, 0), ('most_ahead', most_ahead, 1)):
+            if type(count) is not int or count < least:
+                raise ValueError(f"{name} must be an integer from {least} on, not {count!r}")
         n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
         if prompt_logits and (not self.pool.page_size or len(prompt) > c.max_positions):
             raise ValueError("prompt_logits=True needs another pool than NoPool, and a prompt of at most "

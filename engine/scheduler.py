@@ -3,7 +3,6 @@ Who is in the next call. There are no phases: a sequence has tokens, some of the
 of the others. After vLLM's scheduler. Pure Python and NumPy.
 """
 from bisect import insort
-from collections import deque
 
 import numpy as np
 
@@ -41,7 +40,7 @@ class Scheduler:
         self.pool, self.budget = pool, budget if pool.page_size else 2**62
         self.most_running = min(most_running, pool.most_sequences)
         self.at_once = pool.window + 1 if pool.window else self.budget
-        self.going, self.running, self.waiting, self.trials = {}, [], deque(), deque()  # going: {sequence: None}
+        self.going, self.running, self.waiting, self.trials = {}, [], [], []  # going: {sequence: None}
         self.n_added = self.n_preempted = self.n_looked_up = self.n_found = 0
         self.refused = None  # when a sequence found no room: (the sequence, free pages, how many ran)
         self.n_growing = None  # of those that run, how many will need another page; None: to be counted
@@ -52,11 +51,9 @@ class Scheduler:
             s.rank = self.n_added, i
             self.going[s] = None
         self.n_added += 1
-        if self.pool.page_size == 0:  # nothing is kept that could be shared
-            self.waiting.extend(sequences)
-            return
-        sequences[0].siblings = sequences[1:]
-        self.waiting.append(sequences[0])
+        n_first = 1 if self.pool.page_size else len(sequences)  # without pages nothing is kept that could be shared
+        sequences[0].siblings = sequences[n_first:]
+        self.waiting.extend(sequences[:n_first])
 
     def remove(self, sequence):
         """A sequence has ended: its slots are free."""
@@ -77,7 +74,7 @@ class Scheduler:
         sequence.n_failed = 0
         if self.trials:
             groups = [[s for s in group if s is not sequence] for group in self.trials]
-            self.trials = deque(filter(None, groups))
+            self.trials = [group for group in groups if group]
 
     def wait_again(self):
         """All slots are lost, and an interrupt may have left any list as it was: all that go on wait again."""
@@ -85,13 +82,11 @@ class Scheduler:
         for s in self.going:
             s.siblings = []
             s.forget()
-        self.running, self.waiting, self.refused = [], deque(self.going), None
+        self.running, self.waiting, self.refused = [], [*self.going], None
 
     def try_apart(self, groups):
         """Sequences of a call that has failed are tried in these groups. Those of the first trial are among them."""
-        if self.trials:
-            self.trials.popleft()
-        self.trials.extendleft(reversed(groups))
+        self.trials = groups + self.trials[1:]
 
     def next(self, until, return_soon):
         """The next `Batch`, None if there is nothing to compute. until, return_soon: see there."""
