@@ -26,10 +26,6 @@ class Sequence:
         tokens that were drawn.
     owner: whom its text is for; others set it, and the engine does not look at it.
     """
-    __slots__ = ('tokens', 'n_prompt', 'n_end', 'settings', 'ended', 'error', 'n_computed', 'table', 'cells', 'runs',
-                 'n_writable', 'prefixes', 'n_found', 'max_positions', 'n_keep', 'keep', 'salt', 'prompt_logits',
-                 'logits_from', 'logprobs', 'siblings', 'rank', 'n_failed', 'owner', 'most_ahead', 'constraint')
-
     def __init__(self, prompt, settings, max_new_tokens, max_positions, n_keep=0, keep=None, salt='',
                  prompt_logits=False, logprobs=False, most_ahead=MOST_AHEAD, logits_from=0):
         self.tokens, self.n_prompt, self.settings = list(prompt), len(prompt), settings
@@ -96,6 +92,3 @@ class Sequence:
             self.ended = 'stop'
         elif new and len(self.tokens) >= self.n_end:
             self.ended = 'length'
-
-    def __repr__(self):
-        return f"Sequence({self.n_computed} of {len(self.tokens)} tokens computed, {self.ended or 'goes on'})"
