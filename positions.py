@@ -6,6 +6,7 @@ keys. Sources: rotary positions, arXiv:2104.09864, scaled for long texts as Llam
 arXiv:2108.12409; windows with sinks, arXiv:2309.17453.
 """
 import math
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -138,12 +139,10 @@ class Positions:
         """Queries or keys x (B, n_head, T, head_dim), turned to their positions."""
         return rotate(x, *self.angles)
 
-    @property
+    @cached_property
     def slots(self):
         """The slots of the new tokens in a cache of tuples, int64 like q_pos: see `ring_slots`."""
-        if 'slots' not in self.shared:
-            self.shared['slots'] = ring_slots(self.q_pos, self.config)
-        return self.shared['slots']
+        return ring_slots(self.q_pos, self.config)
 
     def keys_of_slots(self, n):
         """The `Keys` of the first n slots of a cache of tuples, once the new tokens are in it: for all layers one."""

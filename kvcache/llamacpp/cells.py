@@ -41,8 +41,8 @@ class Cells:
     head: the cell from which the search for free cells begins. end: the number of the last cell that holds something,
     plus one, so that the cost of a token depends on the cells in use and not on the size.
 
-    Methods take cells by number, int64 (n,). Ranges of positions are [p0, p1); p0 < 0 is the beginning and p1 < 0 the
-    end.
+    Methods take cells by number, int64 (n,). Ranges of positions are llama.cpp's: [p0, p1), p0 < 0 from the beginning,
+    p1 < 0 to the end.
     """
 
     def __init__(self, seqs, shift):
@@ -205,8 +205,7 @@ class Streams:
     one stream for all of them, or one each. window: a `Window`, or None. can_shift: can positions be changed?
     streams: the `Cells` of each stream. shift: their shifts one after the other, int64 (len(streams) * kv_size,).
 
-    Ranges of positions are llama.cpp's: [p0, p1), p0 < 0 from the beginning, p1 < 0 to the end. A method that raises
-    ValueError has changed nothing.
+    Ranges of positions are those of `Cells`. A method that raises ValueError has changed nothing.
     """
 
     def __init__(self, kv_size, n_seq_max, unified=True, window=None, can_shift=False):
@@ -245,7 +244,7 @@ class Streams:
         positions = joined.astype(np.int64)
         if joined.dtype.kind not in 'iu' or positions.min() < 0:
             raise ValueError(f"positions are integers from 0 on, not {joined.tolist()}")
-        spans, first, ends, start = [], {}, {}, 0  # ends: {sequence: (its next position, where its last span begins)}
+        spans, first, ends, start = [], {}, {}, 0  # ends: {sequence: (its last position, where its last span begins)}
         for seqs, n in zip(tokens, counts):
             part = positions[start:start + n]
             if (np.diff(part) != 1).any():
@@ -258,7 +257,7 @@ class Streams:
                 first.setdefault(seq, int(part[0]))
             if len({ends.get(seq) for seq in seqs}) > 1:
                 raise diverged(seqs)
-            ends |= dict.fromkeys(seqs, (part[-1] + 1, start))
+            ends |= dict.fromkeys(seqs, (part[-1], start))
             spans.append((seqs, start, start + n))
             start += n
         streams = np.array([0] if self.unified else list(first), dtype=np.int64)
@@ -270,8 +269,7 @@ class Streams:
         ValueError unless the batch begins where its sequences end.
         """
         for seq, position in batch.first.items():
-            last = self.seq_pos_max(seq)
-            check_next(seq, None if last is None else last + 1, position)
+            check_next(seq, self.seq_pos_max(seq), position)
         for seqs, _, _ in batch.spans:
             if len(seqs) > 1:
                 owners = self.streams[0].owners[list(seqs), :self.streams[0].end]
@@ -410,10 +408,10 @@ class Streams:
         return '\n'.join(f'stream {n}\n{cells}' if many else str(cells) for n, cells in enumerate(self.streams))
 
 
-def check_next(seq, expected, position):
-    """ValueError unless the next position of a sequence is the expected one; None expects any."""
-    if expected is not None and position != expected:
-        raise ValueError(f"sequence {seq} goes on at position {expected}, not {position}")
+def check_next(seq, last, position):
+    """ValueError unless a position follows the last one of a sequence. After None any may come."""
+    if last is not None and position != last + 1:
+        raise ValueError(f"sequence {seq} goes on at position {last + 1}, not {position}")
 
 
 def diverged(seqs):
