@@ -217,26 +217,16 @@ def free_memory(device):
 
 def bytes_of_slots(config, n, type_kv='float32'):
     """Bytes of n slots in all layers of a model, without the scales of int8."""
-    c = config
-    return n * 2 * c.n_layer * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
-
-
-def device_of(model):
-    """Its device. (Matrices may be on the device meta, see `formats.from_pretrained`.)"""
-    return model.transformer.ln_f.weight.device
-
-
-def check_memory(model, n_slots, type_kv):
-    """ValueError if so many slots for a model take more memory than is free."""
-    device, n_bytes = device_of(model), bytes_of_slots(model.config, n_slots, type_kv)
-    if n_bytes > ALWAYS_FREE and n_bytes > (free := free_memory(device)):
-        raise ValueError(f"keys and values of {n_slots:,} tokens take {n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} "
-                         "GB of memory are free: take a smaller batch_size, max_new_tokens or n_blocks, or kv_bits=8")
+    return n * 2 * config.n_layer * config.n_kv_head * config.head_dim * BITS[type_kv] // 8
 
 
 def make_layers(model, n_slots, type_kv='float32'):
     """A `Layer` of n_slots slots for each layer of a model, on its device. ValueError if memory is short."""
-    check_memory(model, n_slots, type_kv)
     c, scratch = model.config, Scratch()
-    return [Layer(n_slots, c.n_kv_head, c.head_dim, type_kv, type_kv, device_of(model), scratch=scratch)
+    device = model.transformer.ln_f.weight.device  # matrices may be on the device meta, see `formats.from_pretrained`
+    n_bytes = bytes_of_slots(c, n_slots, type_kv)
+    if n_bytes > ALWAYS_FREE and n_bytes > (free := free_memory(device)):
+        raise ValueError(f"keys and values of {n_slots:,} tokens take {n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} "
+                         "GB of memory are free: take a smaller batch_size, max_new_tokens or n_blocks, or kv_bits=8")
+    return [Layer(n_slots, c.n_kv_head, c.head_dim, type_kv, type_kv, device, scratch=scratch)
             for _ in range(c.n_layer)]
