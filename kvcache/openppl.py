@@ -137,17 +137,13 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
 
 
 def view_of(tensor, name, dtypes, cache_layout, L, H, D):
-    """
-    A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if it has another type or shape, or is expanded.
-    """
+    """A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if it has another type or shape."""
     if tensor is None or tensor.dtype not in dtypes:
         raise ValueError(f"for this quant_bit the {name} must be {' or '.join(map(str, dtypes))}, not "
                          f"{tensor if tensor is None else tensor.dtype}")
     if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
         names = ', '.join(str(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)]) for axis in range(5))
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
-    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride())):
-        raise ValueError(f"the {name} is expanded, and a write to one row would change another: make it contiguous")
     return tensor.permute(LAYOUTS[cache_layout])
 
 
