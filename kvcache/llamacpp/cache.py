@@ -223,15 +223,13 @@ class CellCache(Streams):
         """
         if not self.can_shift or self.turns_when_read:
             return
-        for stream, cells in enumerate(self.streams):
-            moved = np.flatnonzero(cells.shift[:cells.end])
-            if not len(moved):
-                continue
-            slots, shift = torch.from_numpy(stream * self.kv_size + moved), torch.from_numpy(cells.shift[moved])
-            for layer in self.own_layers if self.frequencies is not None else ():
-                data, where = layer.k.data, slots.to(layer.device)
-                data[:, where] = turned(data[:, where], shift, self.frequencies)
-            cells.shift[moved] = 0
+        moved = np.concatenate([stream * self.kv_size + np.flatnonzero(cells.shift[:cells.end])
+                                for stream, cells in enumerate(self.streams)])
+        slots, shift = torch.from_numpy(moved), torch.from_numpy(self.shift[moved])
+        for layer in self.own_layers if len(moved) and self.frequencies is not None else ():
+            data, where = layer.k.data, slots.to(layer.device)
+            data[:, where] = turned(data[:, where], shift, self.frequencies)
+        self.shift[moved] = 0
 
     state_save, state_load = state.save, state.load
 

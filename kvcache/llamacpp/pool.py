@@ -45,10 +45,7 @@ class CellPool:
         return 0
 
     def extend(self, sequence, n):
-        """
-        Cells for n more positions of a sequence. Those that its window has passed are freed first. Returns whether
-        there were enough; if not, nothing has changed.
-        """
+        """As `PagePool.extend`: cells that the window has passed are freed first."""
         s, n_new = sequence, sequence.n_computed + n - sequence.n_writable
         if n_new <= 0:
             return True
@@ -93,10 +90,7 @@ class CellPool:
         sequence.n_computed += n
 
     def cut(self, sequence, n):
-        """
-        Keep the first n positions of a sequence, and no cells of later ones; none at all if the window has passed what
-        the next token would see. Returns how many are kept.
-        """
+        """As `PagePool.cut`."""
         s, cells = sequence, self.streams.cells_of(sequence.cells)
         if self.window and n > self.first_seen(n):
             held = cells.pos[cells.of(s.cells, self.n_sink)]  # these positions follow each other
@@ -125,7 +119,3 @@ class CellPool:
         self.streams.seq_rm(sequence.cells)
         self.free_numbers.append(sequence.cells)
         sequence.forget()
-
-    def __str__(self):
-        """A picture of the cells, see `Cells`."""
-        return str(self.streams)
