@@ -16,13 +16,7 @@ import torch
 
 from kvcache.storage import dequantise, quantise
 
-# for each layout, where its axes are of (MaxT, L, 2, H, Dh)
-LAYOUTS = (
-    (0, 1, 2, 3, 4),  # (MaxT, L, 2, H, Dh)
-    (1, 0, 2, 3, 4),  # (L, MaxT, 2, H, Dh)
-    (2, 0, 1, 3, 4),  # (L, 2, MaxT, H, Dh)
-    (3, 0, 1, 2, 4),  # (L, 2, H, MaxT, Dh)
-)
+LAYOUTS = 'TL2HD', 'LT2HD', 'L2THD', 'L2HTD'  # the axes (MaxT, L, 2, H, Dh), in the order of each
 CACHE_DTYPES = {0: (torch.float32, torch.float16), 8: (torch.int8,), 4: (torch.uint8,)}
 
 
@@ -141,10 +135,12 @@ def view_of(tensor, name, dtypes, cache_layout, L, H, D):
     if tensor is None or tensor.dtype not in dtypes:
         raise ValueError(f"for this quant_bit the {name} must be {' or '.join(map(str, dtypes))}, not "
                          f"{tensor if tensor is None else tensor.dtype}")
-    if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
-        names = ', '.join(str(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)]) for axis in range(5))
+    layout, sizes = LAYOUTS[cache_layout], dict(zip('TL2HD', ('MaxT', L, 2, H, D)))
+    order = [layout.index(axis) for axis in sizes]
+    if tensor.dim() != 5 or tensor.permute(order).shape[1:] != (L, 2, H, D):
+        names = ', '.join(str(sizes[axis]) for axis in layout)
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
-    return tensor.permute(LAYOUTS[cache_layout])
+    return tensor.permute(order)
 
 
 def lengths(starts, name):
