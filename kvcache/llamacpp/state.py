@@ -121,11 +121,10 @@ def checked_part(cache, path, tensors, part, n_owners):
     expected = dict(pos=(torch.int64, (n,)), shift=(torch.int64, (n,)), owners=(torch.bool, (n, n_owners)))
     expected |= {name: (tensor.dtype, (len(tensor), n, *tensor.shape[2:])) for name, tensor in stored(cache)}
     found = {name: tensors.get(f'{part}.{name}') for name in expected}
-    for name, (dtype, shape) in expected.items():
-        tensor = found[name]
-        if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
-            came = 'missing' if tensor is None else f'{tensor.dtype} {tuple(tensor.shape)}'
-            raise ValueError(f"{path} is damaged: {part}.{name} is {came}, not {dtype} {tuple(shape)}: save it again")
+    for name, tensor in found.items():
+        came = 'missing' if tensor is None else (tensor.dtype, tuple(tensor.shape))
+        if came != expected[name]:
+            raise ValueError(f"{path} is damaged: {part}.{name} is {came}, not {expected[name]}: save it again")
     if ((found['pos'] < 0).any() or not found['owners'].any(dim=1).all() or found['shift'].any() and not cache.can_shift
             or not all(found[name].isfinite().all() for name in expected)):
         raise ValueError(f"{path} is damaged, it has cells without position or owner, shifts in a cache that cannot "
