@@ -123,7 +123,7 @@ class Positions:
     def __init__(self, config, q_pos, dtype):
         self.config, self.q_pos, self.dtype = config, q_pos, dtype
         self.masks = {}   # {(id of keys, n_keys): the keys, so that their id stays theirs, and their mask}
-        self.shared = {}  # what the cache of the first layer has computed for those of all others
+        self.keys = {}    # {n: the keys of the first n slots}
         if config.position == 'rope':
             self.angles = self.cos_sin(q_pos)
             if config.n_sink:  # a sink is no further away than in a cache that has nothing between it and the window
@@ -146,9 +146,9 @@ class Positions:
 
     def keys_of_slots(self, n):
         """The `Keys` of the first n slots of a cache of tuples, once the new tokens are in it: for all layers one."""
-        if n not in self.shared:
-            self.shared[n] = Keys(positions_in_ring(self.q_pos[..., -1:], n, self.config))
-        return self.shared[n]
+        if n not in self.keys:
+            self.keys[n] = Keys(positions_in_ring(self.q_pos[..., -1:], n, self.config))
+        return self.keys[n]
 
     def mask(self, keys, n_keys):
         """
