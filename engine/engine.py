@@ -181,8 +181,6 @@ class Engine:
         # only those that run have drawn; after a `reset` all wait
         behind = [s for s in self.scheduler.running or self.scheduler.going
                   if s.constraint and s.constraint.n_taken != s.n_drawn]
-        if not behind:
-            return
         for s in behind:
             try:
                 s.constraint.take(s.tokens[s.n_prompt:])
@@ -272,11 +270,11 @@ class Engine:
         Continue prompts, lists of token ids. Yields (number, tokens) as tokens come: sample i of prompt p is number
         p * n + i, and draws with seed + number. settings: of `add`. What a caller does not take is not computed.
         """
-        going, given = [], []  # given: how many tokens of each the caller has
+        going = []
         try:
             for p, prompt in enumerate(prompts):
                 going += self.add(prompt, max_new_tokens, n, seed + p * n, **settings)
-            given = [s.n_prompt for s in going]
+            given = [s.n_prompt for s in going]  # how many tokens of each the caller has
             while not all([s.ended for s in going]):
                 self.step()  # it may give tokens to other streams too, and theirs may give some to this one
                 for number, s in enumerate(going):
