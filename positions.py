@@ -122,8 +122,8 @@ class Positions:
 
     def __init__(self, config, q_pos, dtype):
         self.config, self.q_pos, self.dtype = config, q_pos, dtype
-        self.masks = {}   # {(id of keys, n_keys): the keys, so that their id stays theirs, and their mask}
-        self.keys = {}    # {n: the keys of the first n slots}
+        self.masks = {}  # {(id of keys, n_keys): the keys, so that their id stays theirs, and their mask}
+        self.keys = {}  # {n: the keys of the first n slots}
         if config.position == 'rope':
             self.angles = self.cos_sin(q_pos)
             if config.n_sink:  # a sink is no further away than in a cache that has nothing between it and the window

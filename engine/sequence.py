@@ -26,6 +26,7 @@ class Sequence:
         tokens that were drawn.
     owner: whom its text is for; others set it, and the engine does not look at it.
     """
+
     def __init__(self, prompt, settings, max_new_tokens, max_positions, n_keep=0, keep=None, salt='',
                  prompt_logits=False, logprobs=False, most_ahead=MOST_AHEAD, logits_from=0):
         self.tokens, self.n_prompt, self.settings = list(prompt), len(prompt), settings

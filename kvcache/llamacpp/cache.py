@@ -77,7 +77,7 @@ class CellCache(Streams):
         self.rope_base, self.rope_scaling, self.frequencies = rope_base if can_shift else None, rope_scaling, None
         if self.rope_base is not None:
             self.frequencies = rotary_frequencies(head_dim, rope_base, rope_scaling)
-        # keys in fewer bits would drift with each rounding: they stay as they were written
+        # keys in fewer bits would drift with each rounding: they stay as they were written, and are turned when read
         self.turns_when_read = self.frequencies is not None and BITS.get(type_k, 0) < 32
         shift, scratch, self.layers = self.shift if self.turns_when_read else None, Scratch(), []
         for layer in range(n_layer):
@@ -116,9 +116,8 @@ class CellCache(Streams):
     def place(self, batch, device=None):
         """
         Store a batch, and return what `GPT.hidden_states` takes as its kv_cache: for each layer an object with
-        `append`, see `decode.eager.StepLayer`. If a layer occurs more than once, only its first one writes. `NoSlot` if
-        there is no room, with nothing changed. If the forward pass fails the cells stay in use: `take_back` frees
-        them.
+        `append`, see `decode.eager.StepLayer`. `NoSlot` if there is no room, with nothing changed. If the forward pass
+        fails the cells stay in use: `take_back` frees them.
 
         device: of the model's tokens; by default that of the first layer with a cache.
         """
@@ -217,10 +216,7 @@ class CellCache(Streams):
         return rows.widened(found, rows.data.dtype if rows.scale is None else torch.float32, Scratch())
 
     def update(self):
-        """
-        Rotate the stored keys whose positions have changed, once, before they are read. Keys in fewer than 32 bits stay
-        as they were written, and are rotated by the sum of their shifts whenever they are read, see `CellLayer`.
-        """
+        """Rotate the keys in 32 bits or more whose positions have changed, once, before they are read."""
         if not self.can_shift or self.turns_when_read:
             return
         moved = np.concatenate([stream * self.kv_size + np.flatnonzero(cells.shift[:cells.end])

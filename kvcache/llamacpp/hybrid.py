@@ -1,8 +1,6 @@
 """
 Several caches for one model, each with some of its layers; KV_CACHE.md has an example.
 
-A batch, and an operation on sequences, is tried on all caches before it is done on any.
-
 Follows llama.cpp's src/llama-kv-cache-iswa.cpp: a `HybridCache` of two caches is its llama_kv_cache_iswa (kv_base and
 kv_swa), `place` its init_batch, and the other methods have the same names.
 """
@@ -18,8 +16,8 @@ class HybridCache:
     caches: `CellCache`s for the same number of layers and of sequences, all unified or none. Each layer of the model
     is in exactly one of them.
 
-    The methods are those of a `CellCache`. If one of the caches raises ValueError, none has changed. States are saved
-    and loaded for each cache, in a file of its own.
+    The methods are those of a `CellCache`, and are tried on all caches before any of them changes. States are saved and
+    loaded for each cache, in a file of its own.
     """
 
     def __init__(self, *caches):
