@@ -346,17 +346,19 @@ def state_of_dataset(folder):
 def state_beside(folder):
     """
     What the files beside a tokenizer.json say of a tokenizer, as in a state: tokenizer_config.json, special_tokens_map
-    .json, generation_config.json, config.json and chat_template.jinja, all of which may be absent.
-    ValueError if one of them is damaged.
+    .json, generation_config.json, config.json and chat_template.jinja, and of old folders added_tokens.json. All of
+    them may be absent. ValueError if one of them is damaged.
     """
     def read(name):
         return read_downloaded(os.path.join(folder, name))
     config, state = read('special_tokens_map.json') | read('tokenizer_config.json'), {}
     named = {name: text_of(token) for name, token in config.items()}
     named = {name: text for name, text in named.items() if name in ROLES and isinstance(text, str)}
-    added = config.get('added_tokens_decoder') or {}
+    listed = {str(i): dict(content=text) for text, i in read('added_tokens.json').items()}
+    added = config.get('added_tokens_decoder') or listed
     if not isinstance(added, dict) or not all(i.isdecimal() for i in added):
-        raise ValueError(f"{folder}/tokenizer_config.json: added_tokens_decoder must name ids, not {added!r:.50}")
+        raise ValueError(f"{folder}: added_tokens_decoder in tokenizer_config.json, or added_tokens.json, must name "
+                         f"ids, not {added!r:.50}")
     others = [config.get(name) for name in ('sep_token', 'cls_token', 'mask_token')]
     for more in (config.get(name) or [] for name in ('additional_special_tokens', 'extra_special_tokens')):
         others += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
@@ -401,29 +403,16 @@ def template_of(default, tool_use):
 
 
 def json_of_pairs(folder):
-    """
-    The tokenizer.json of byte pairs in the files PAIRS, as GPT-2's were, and of those beside them. ValueError if one is
-    damaged.
-    """
+    """The tokenizer.json of byte pairs in the files PAIRS, as GPT-2's were. ValueError if one is damaged."""
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.models import BPE
     try:
         vocab, merges = BPE.read_file(*[os.path.join(folder, name) for name in PAIRS])
     except Exception as e:  # the library raises nothing more special
         raise ValueError(f"{' and '.join(PAIRS)} in {folder} cannot be read ({e}): is the download complete?") from e
-    added, config, named = (read_downloaded(os.path.join(folder, name + '.json')) for name in (
-        'added_tokens', 'tokenizer_config', 'special_tokens_map'))
+    config = read_downloaded(os.path.join(folder, 'tokenizer_config.json'))
     library = ByteLevelBPETokenizer(vocab, merges, add_prefix_space=bool(config.get('add_prefix_space')))
-    special = [text_of(token) for token in named.get('additional_special_tokens') or []]
-    if not are_ids([*added.values()]):
-        raise ValueError(f"{folder}/added_tokens.json must give each token its id, an integer, but it is "
-                         f"{str(added)[:50]}: is the download complete?")
-    library.add_tokens(sorted(added, key=added.get))
-    library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab) + [text for text in added if text in special])
-    for text, i in added.items():
-        if library.token_to_id(text) != i:
-            raise ValueError(f"{folder}/added_tokens.json: the id of {text!r} must be {library.token_to_id(text)}, the "
-                             f"next one of the vocabulary, not {i!r}: use a folder with a tokenizer.json")
+    library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab))
     return library.to_str()
 
 
