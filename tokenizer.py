@@ -220,13 +220,10 @@ class JSONTokenizer(Tokenizer):
         return text.removeprefix(' ') if self.strips else text
 
     def state(self):
-        state = {'kind': 'json', 'json': self.json, 'end_tokens': list(self.ends)}
-        for name in ('special_tokens', 'file_ids'):
-            if getattr(self, name):
-                state[name] = getattr(self, name)
-        if self.chat_template:
-            state['chat_template'] = self.chat_template.source
-        return state
+        more = dict(special_tokens=self.special_tokens, file_ids=self.file_ids,
+                    chat_template=self.chat_template and self.chat_template.source)
+        given = {name: value for name, value in more.items() if value}
+        return dict(kind='json', json=self.json, end_tokens=[*self.ends]) | given
 
 
 def decoder_of(tokenizer_json):
@@ -259,8 +256,7 @@ def cuts_lines(normalizer, pre_tokenizer):
 
 def bytes_of_byte_level(name):
     """Each character of a token's name is a byte; but special tokens are named as they are."""
-    table = BYTE_LEVEL
-    return bytes(map(table.get, name)) if table.keys() >= set(name) else name.encode()
+    return bytes(map(BYTE_LEVEL.get, name)) if BYTE_LEVEL.keys() >= set(name) else name.encode()
 
 
 def bytes_of_sentencepiece(name):
