@@ -78,7 +78,7 @@ json_schema = ''      # each sample is JSON of the schema in this file (pip inst
 regex = ''            # or matches this regular expression as a whole
 grammar = ''          # or the grammar in this file, in llguidance's Lark or llama.cpp's GBNF
 
-BLOCKS, CELLS = ('blocks', 'tuple', 'paged'), ('streams', 'unified')  # of kv_cache; tuple and paged are former names
+CELLS = 'streams', 'unified'  # of kv_cache
 
 
 def main(config):
@@ -321,7 +321,7 @@ def of_template():
 def check_settings(dev):
     """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
     configurator.check_range(globals(), 1, 10**6, 'num_samples', 'batch_size')
-    configurator.check_range(globals(), 0, math.inf, 'max_new_tokens', 'seed', 'keep', 'n_keep')
+    configurator.check_range(globals(), 0, math.inf, 'max_new_tokens', 'top_k', 'seed', 'keep', 'n_keep')
     of_template()
     if len(forms := [name for name in ('json_schema', 'regex', 'grammar') if globals()[name]]) > 1:
         raise ValueError(f"{' and '.join(forms)} each say what form a sample has: give one of them")
@@ -330,8 +330,6 @@ def check_settings(dev):
                          "out")
     if split not in ('', 'lines'):
         raise ValueError(f"split must be lines, or left out, not {split!r}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be positive, or 0 to draw from all tokens, not {top_k}")
     plain_model.check_sampling(temperature, top_k or None, top_p)
     if when_full not in ('auto', 'crop', 'shift', 'roll'):
         raise ValueError(f"when_full must be auto, crop, shift or roll, not {when_full!r}")
@@ -349,7 +347,7 @@ def check_decoder(dev):
     if compile or decoder == 'compiled':
         raise ValueError("torch.compile's decoder is no longer here: leave compile and decoder=compiled out; on a CPU "
                          "decoder=cpu is faster, on CUDA decoder=gpu")
-    if kv_cache not in (*BLOCKS, *CELLS):
+    if kv_cache not in ('blocks', *CELLS):
         raise ValueError(f"kv_cache must be blocks, streams or unified, not {kv_cache!r}")
     if kv_bits not in (0, 8):
         raise ValueError(f"kv_bits must be 0 (as they are) or 8, not {kv_bits}")

@@ -52,8 +52,8 @@ def test_every_decoder_and_every_pool_prints_the_same(trained):
     assert kernel in plain.stderr and 'drafts' not in plain.stderr
     for setting, name in {
             '--decoder=eager': 'decoder: PyTorch, eager', '--use_cache=False': 'decoder: PyTorch, without a cache',
-            '--kv_cache=streams': kernel, '--kv_cache=unified': kernel, '--kv_cache=tuple': kernel,
-            '--kv_cache=paged': kernel, '--speculate=int4': 'drafts by int4 weights', '--draft=out': 'drafts by out',
+            '--kv_cache=streams': kernel, '--kv_cache=unified': kernel, '--speculate=int4': 'drafts by int4 weights',
+            '--draft=out': 'drafts by out',
             '--speculate=ngram': 'drafts by n-grams of the text', '--batch_size=2': kernel}.items():
         done = sample(trained, *settings, setting)
         assert done.stdout == plain.stdout and name in done.stderr, (setting, done.stderr)
@@ -68,8 +68,8 @@ def test_every_decoder_and_every_pool_prints_the_same(trained):
 
 
 # ways of sample.py whose tokens have the server's bits, and those that PyTorch computes, which rounds in other places
-OF_THE_KERNEL = (dict(), dict(kv_cache='streams'), dict(kv_cache='unified'), dict(kv_cache='paged'), dict(batch_size=2),
-                 dict(threads=1), dict(speculate='ngram'), dict(when_full='shift'))
+OF_THE_KERNEL = (dict(), dict(kv_cache='streams'), dict(kv_cache='unified'), dict(batch_size=2), dict(threads=1),
+                 dict(speculate='ngram'), dict(when_full='shift'))
 OF_PYTORCH = dict(use_cache=False), dict(decoder='eager'), dict(decoder='eager', kv_cache='streams'), dict(traced=True)
 
 
