@@ -16,7 +16,7 @@ import torch
 
 from formats.families import LLAMA3, SIZES, expect, typed
 from formats.gguf_tokenizer import gguf_tokenizer
-from formats.names import CONV1D, HUGGING_FACE
+from formats.names import HUGGING_FACE
 from positions import rotary_frequencies
 
 ARCHITECTURES = 'llama', 'qwen2', 'qwen3', 'gpt2', 'starcoder2'
@@ -191,8 +191,7 @@ class GGUFFile:
         of_names = {name: theirs for theirs, name in self.names.items()}
         shapes = {of_names.get(name, name): tensor.shape for name, tensor in self.tensors.items()
                   if name != FREQUENCIES}
-        return {name: torch.empty(shape[::-1] if self.is_transposed(name) else shape, dtype=self.dtype, device='meta')
-                for name, shape in shapes.items()}
+        return {name: torch.empty(shape, dtype=self.dtype, device='meta') for name, shape in shapes.items()}
 
     @property
     def dtype(self):
@@ -204,15 +203,13 @@ class GGUFFile:
         """Are the embeddings in blocks that share a scale?"""
         return self.gguf.GGML_QUANT_SIZES[self.tensors[EMBEDDING].kind][0] > 1
 
-    def is_transposed(self, name):
-        return self.config['model_type'] == 'gpt2' and name.endswith(CONV1D)
-
     def read(self, name, dtype):
-        """The weights of this name, as they are in Hugging Face format."""
+        """The weights of this name, as `pretrained.Files` has them."""
         w = self.numbers(self.names.get(name, name), dtype)
         if self.fields['general.architecture'] == 'llama' and ('.q_proj.' in name or '.k_proj.' in name):
-            w = halves_apart(w, self.config['head_dim'])
-        return w.t() if self.is_transposed(name) else w
+            # the inverse of gguf_files.pairs_side_by_side
+            w = w.unflatten(0, (-1, self.config['head_dim'] // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return w
 
     def numbers(self, name, dtype):
         """A tensor as it is in the file, of which not much is in memory in another type."""
@@ -226,8 +223,3 @@ class GGUFFile:
             numbers = self.gguf.dequantize(data[None], tensor.kind)  # of rows it would take 16 at a time
             part.copy_(torch.from_numpy(numbers).view_as(part))
         return w
-
-
-def halves_apart(w, head_dim):
-    """The inverse of `gguf_files.pairs_side_by_side`."""
-    return w.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -45,24 +45,21 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
     if lazy and platform.libc_ver()[0] == 'glibc':  # matrices that are read and freed shall not stay in memory
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**22)
     try:
-        hf = files.config
-        config = GPTConfig(**config_args(hf) | override_args)
-    except ValueError as e:
-        raise ValueError(f"{files.where}: {e}") from e
-    weights, (embedding,) = files.weights, HUGGING_FACE[hf['model_type']].of('transformer.wte.weight')
-    if config.tied and embedding not in weights and 'lm_head.weight' in weights:  # some files have it under this name
-        weights[embedding] = weights['lm_head.weight']
-    try:
+        config = GPTConfig(**config_args(files.config) | override_args)
+        names, weights = HUGGING_FACE[files.config['model_type']], files.weights
+        embedding, = names.of('transformer.wte.weight')
+        if config.tied and embedding not in weights and 'lm_head.weight' in weights:  # some files name it so
+            weights[embedding] = weights['lm_head.weight']
         if not config.bias and config.norm == 'layer':  # the layer norms of a starcoder2 have one in any case
             config.bias = any(files.read(name, torch.float32).any() for name in weights if name.endswith('norm.bias'))
-        check_weights(config, HUGGING_FACE[hf['model_type']], weights)
+        check_weights(config, names, weights)
         model, dtype = meta_model(GPT, config), dtype or weights[embedding].dtype
         if lazy and dtype is not torch.bfloat16:  # these two dtypes can be packed
             dtype = torch.float32
         state_dict = state_dict_of(model, files, dtype, lazy)
         model.load_state_dict(state_dict, assign=True)
     except (ValueError, RuntimeError) as e:  # RuntimeError of torch, where shapes do not fit
-        raise ValueError(f"the weights do not fit {files.where}: {' '.join(str(e).split())[:300]}") from e
+        raise ValueError(f"{files.where}: {' '.join(str(e).split())[:300]}") from e
     for name, w in state_dict.items():
         if w.is_meta:
             model.get_parameter(name).read = w.read
@@ -90,8 +87,6 @@ def state_dict_of(model, files, dtype, lazy):
         if lazy and len(shape) == 2 and (of_head or not is_embedding):
             rows, columns = zip(*(files.weights[each].shape for each in theirs))
             shape = sum(rows), *{*columns}  # parts of several widths do not fit
-            if family == 'gpt2' and name.endswith(CONV1D):
-                shape = shape[::-1]
             state_dict[name] = torch.empty(shape, dtype=its_dtype, device='meta')
             state_dict[name].read = partial(read_joined, files, theirs, its_dtype, name, c)
         else:
@@ -105,16 +100,11 @@ def state_dict_of(model, files, dtype, lazy):
 
 
 def read_joined(files, theirs, dtype, name, config):
-    return joined([files.read(each, dtype) for each in theirs], name, files.config['model_type'], config)
-
-
-def joined(parts, name, family, config):
-    """Our weights `name` from those that a family has in their place."""
+    """Our weights `name`, whose rows are those of `theirs`."""
+    parts = [files.read(each, dtype) for each in theirs]
     w = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if family == 'gpt2' and name.endswith(CONV1D):
-        w = w.t()
-    if family == 'gpt_bigcode' and config.n_kv_head == config.n_head and '.c_attn.' in name:  # q, k, v of each head
-        w = w.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+    if files.config['model_type'] == 'gpt_bigcode' and config.n_kv_head == config.n_head and '.c_attn.' in name:
+        w = w.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)  # from q, k, v of each head
     return w.contiguous()
 
 
@@ -159,8 +149,8 @@ class Files:
     @cached_property
     def weights(self):
         """
-        {name of a tensor without the base of its family: the tensor}, memory-mapped. ValueError if a file cannot be
-        read, or if a tensor is there twice.
+        {name of a tensor without the base of its family: the tensor}, memory-mapped; matrices are (out, in), as
+        ours. ValueError if a file cannot be read, or if a tensor is there twice.
         """
         pairs = []
         for path in (os.path.join(self.folder, name) for name in self.names):
@@ -169,10 +159,8 @@ class Files:
                 pairs += [(key, file.get_tensor(key)) for key in file.keys()]
             except Exception as e:  # errors of safetensors and of the file system all mean this
                 raise ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): is the download complete?") from e
-        try:
-            return once(pairs)
-        except ValueError as e:
-            raise ValueError(f"{self.folder}: {e}") from e
+        is_turned = self.config['model_type'] == 'gpt2'
+        return {name: w.t() if is_turned and name.endswith(CONV1D) else w for name, w in once(pairs).items()}
 
     def read(self, name, dtype):
         """A tensor. ValueError if it is not of numbers that can be used."""

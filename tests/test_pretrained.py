@@ -245,7 +245,7 @@ def test_other_names_of_weights(tmp_path, config, change):
      'is of torch.float8_e4m3fn'),
     (UNTIED, lambda w: {k: v for k, v in w.items() if k != 'lm_head.weight'}, 'lacks the weights lm_head.weight'),
     (UNTIED, lambda w: w | {'model.layers.0.self_attn.o_proj.bias': torch.ones(48)}, 'no place .*0.self_attn.o_'),
-    (UNTIED, lambda w: w | {'model.layers.1.self_attn.k_proj.weight': torch.ones(8, 48)}, 'do not .*1.attn.c_attn'),
+    (UNTIED, lambda w: w | {'model.layers.1.self_attn.k_proj.weight': torch.ones(8, 48)}, 'mismatch .*1.attn.c_attn'),
     (QWEN2, lambda w: {k: v for k, v in w.items() if '0.self_attn.v_proj.b' not in k}, 'lacks .*v_proj.bias'),
     (QWEN3, lambda w: {k: v for k, v in w.items() if '1.self_attn.q_norm' not in k}, 'lacks .*1.self_attn.q_norm'),
 ])
@@ -342,7 +342,7 @@ BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has t
     # what the config alone says is said before weights are read
     (both(cut('model.safetensors'), changed('config.json', hidden_act='gelu')), "config.json: hidden_act is 'gelu'"),
     (changed('config.json', vocab_size=2**24), '(16777216, 48), but embed_tokens.weight is (300, 48)'),
-    (changed('config.json', intermediate_size=2**24), 'the weights do not fit'),
+    (changed('config.json', intermediate_size=2**24), 'size mismatch'),
     (both(changed('config.json', vocab_size=299), lambda folder: shorter_embedding(folder)),
      'the tokenizer has 300 tokens, but the model a vocab_size of 299'),
     *[(changed('generation_config.json', eos_token_id=end), line) for end, line in (
