@@ -14,17 +14,15 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     Write a GGUF file of the architecture that computes what the model computes, see `family_of`; a mistral is a llama
     there. Returns the kind of its tokenizer, see `add_gguf_tokenizer`.
 
-    type: 'f32', or 'q8_0': matrices in 8 bits, 32 numbers to a scale, for which n_embd must be a multiple of 32.
-        Positions, biases and layer norms stay float32.
+    type: 'f32', or 'q8_0': matrices in 8 bits, 32 numbers to a scale. Positions, biases and norms stay float32.
 
     Limits of llama.cpp: none of these architectures has the exact GELU. They have the tanh approximation, on a CPU from
     a table of float16, so the logits of a model with gelu='none' differ a little. It ignores a window: the context
     length in the file is that of the window, within which nothing is hidden. It rounds the context up to a multiple of
     256, and with learned positions a position past block_size ends its process. llama-server keeps within the context
     length by itself; with other front ends, keep prompt and new tokens within it.
-    Raises ValueError on another type, for sinks, for windows without rope, for rope_scaling in others than a llama, for
-    a qwen2 whose heads are not of n_embd / n_head numbers, if path is a file of another format, if gguf is not
-    installed, if the tokenizer has more tokens than the model, and for a tokenizer.json that llama.cpp has no rule for.
+    ValueError for a model, a type or a tokenizer that llama.cpp has no place for, for a tokenizer with more tokens than
+    the model, if path is a file of another format, and if gguf is not installed.
 
     Sources: docs/gguf.md in https://github.com/ggml-org/ggml; src/llama-vocab.cpp and, in src/models, gpt2, starcoder2,
     mpt, llama, qwen2 and qwen3.cpp in https://github.com/ggml-org/llama.cpp.
@@ -56,9 +54,7 @@ def to_gguf(model, path, type='f32', tokenizer=None):
         writer = gguf.GGUFWriter(f.name, architecture)  # it opens the temporary file by its name, once more
         add_config(writer, c, type)
         kind = add_gguf_tokenizer(writer, tokenizer, c.vocab_size)
-        for name, of_family, w in named_weights(model, HUGGING_FACE[family]):
-            if architecture == 'mpt' and not c.bias and name.endswith('.bias'):
-                continue  # the others need them
+        for _, of_family, w in named_weights(model, HUGGING_FACE[family]):
             their_name, w = names.get_name(of_family, ('.weight', '.bias')), w.float()
             if architecture == 'llama' and ('.attn_q.' in their_name or '.attn_k.' in their_name):
                 w = pairs_side_by_side(w, c.head_dim)

@@ -61,10 +61,7 @@ def with_all_heads(w, config):
 
 
 def named_weights(model, names):
-    """
-    Yields (our name, their name, tensor) of `weights_with_biases`; c_attn in three parts where it is three matrices
-    there.
-    """
+    """Yields (our name, their name, tensor) of `weights_with_biases`; c_attn in three where it is three there."""
     for name, w in weights_with_biases(model).items():
         theirs = names.full(name)
         parts = [part.clone() for part in heads_of(w, model.config)] if len(theirs) > 1 else [w]
@@ -75,14 +72,14 @@ def named_weights(model, names):
 def weights_with_biases(model):
     """
     The model's state dict on the CPU, without a tied lm_head, with zeros as the positions of position='none', and with
-    zeros for the biases that it lacks if its norms can have any.
+    zeros for the biases that it lacks and its family needs.
     """
     c, weights = model.config, {}
     for name, w in model.state_dict().items():
         weights[name] = w.cpu()
         if name.endswith('wte.weight') and c.position == 'none':
             weights[name.replace('wte', 'wpe')] = w.new_zeros(c.block_size, c.n_embd, device='cpu')
-        if c.norm == 'layer' and name.endswith('.weight') and not name.endswith(
+        if c.norm == 'layer' and c.position != 'alibi' and name.endswith('.weight') and not name.endswith(
                 ('wte.weight', 'wpe.weight', 'lm_head.weight')):
             # if the model has this bias, it comes next in the state dict and replaces the zeros
             weights[name.removesuffix('weight') + 'bias'] = w.new_zeros(len(w), device='cpu')
