@@ -23,13 +23,9 @@ def to_huggingface(model, folder, tokenizer=None):
     Write a folder with config.json, model.safetensors and, given a tokenizer, tokenizer.json, tokenizer_config.json and
     meta.json. An older export is replaced whole. Returns the family of the model in it, see `family_of`.
 
-    transformers computes the same logits from it, and GPT.from_pretrained gets the same bits back:
-
-    norm=rms, mlp=swiglu and rope: llama, or with a window mistral, with biases of q, k and v qwen2, with norms of
-    queries and keys qwen3. Other models with rope: starcoder2, with its window as sliding_window.
-    alibi: mpt, which has no biases (all of the model's must be zero), and the exact GELU.
-    learned and none: gpt2. For none the positions are zeros, and biases that bias=False leaves out are zeros.
-    mpt and gpt2 have no grouped heads: the keys' and values' rows are repeated for each head of queries.
+    transformers computes the same logits from it, and GPT.from_pretrained gets the same bits back. What gpt2 has and
+    the model lacks is zeros: positions of position='none', biases. mpt has no biases (all of the model's must be zero),
+    and the exact GELU. Both have no grouped heads: keys' and values' rows are repeated for each head of queries.
 
     The tokenizer gives the same ids, and the id of a space for a character that the model has never seen. meta.json is
     its `state()`, as in a data folder; a JSONTokenizer needs none. The bos, eos and pad ids of an import stay.

@@ -18,10 +18,8 @@ def check_vocabulary(model, tokenizer):
 
 def stand_in(tokenizer):
     """
-    The id that other engines use for a character that a CharTokenizer does not have: the space's, or 0 if it has none.
-
-    Every row of the model's embedding belongs to a character of its training text, so there is none for other
-    characters. Our own CharTokenizer raises ValueError for them.
+    The id that other engines use for a character that the model has never seen, for which it has no row: the space's,
+    or 0 if it has none. Our own CharTokenizer raises ValueError.
     """
     return tokenizer.ids.get(' ', 0)
 
