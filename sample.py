@@ -103,8 +103,9 @@ def main(config):
 def print_samples(model, tokenizer, texts, dev):
     """Print the samples of all prompts, and on stderr how long it took."""
     prompts = [tokenizer.encode(text) for text in texts]
+    model = rolled(model)
     say_what_is_cut(prompts, model.config)
-    model, printed = rolled(model), Printed(model, tokenizer, prompts)
+    printed = Printed(model, tokenizer, prompts)
     page = debug_kv_page.recorded(model, tokenizer) if debug_kv_model.wants_page() else nullcontext()
     try:
         with page:
@@ -390,12 +391,9 @@ def unescaped_stop(tokenizer):
 
 
 def say_what_is_cut(prompts, config):
-    """Say so where prompts (token lists) are longer than block_size."""
+    """Say so where prompts (token lists) are longer than the context."""
     longest, block_size = max(map(len, prompts)), config.block_size
-    if when_full == 'roll' or config.max_positions == math.inf:
-        return
-    n_long = sum(len(prompt) > block_size for prompt in prompts)
-    if n_long:
+    if n_long := sum(len(prompt) > config.max_positions for prompt in prompts):
         which = "the prompt has" if len(prompts) == 1 else f"{n_long:,} of {len(prompts):,} prompts have up to"
         sees = f"the first {n_keep} and last {block_size - n_keep}" if n_keep else f"the last {block_size}"
         print(f"{which} {longest:,} tokens, more than block_size: the model sees {sees} of them, and only these are "
