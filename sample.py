@@ -107,11 +107,8 @@ def print_samples(model, tokenizer, texts, dev):
     say_what_is_cut(prompts, model.config)
     printed = Printed(model, tokenizer, prompts)
     page = debug_kv_page.recorded(model, tokenizer) if debug_kv_model.wants_page() else nullcontext()
-    try:
-        with page:
-            (sample_by_model if by_model() else sample_by_engine)(model, tokenizer, prompts, dev, printed)
-    finally:  # what is drawn is printed, whatever ends the run
-        printed.end()
+    with page:
+        (sample_by_model if by_model() else sample_by_engine)(model, tokenizer, prompts, dev, printed)
     synchronize(dev)
     n, dt = printed.n_drawn, time.perf_counter() - printed.began
     print(f"{n:,} tokens in {dt:.2f} s: {n / dt:,.0f} tok/s ({'with' if use_cache else 'without'} the cache, {dev})",
@@ -119,7 +116,10 @@ def print_samples(model, tokenizer, texts, dev):
 
 
 class Printed:
-    """Samples on stdout: the only one token by token, of several each one when it and all before it have ended."""
+    """
+    Samples on stdout: the only one token by token, of several each one when it and all before it have ended. To be
+    entered when drawing begins: from there on the time counts, and what is drawn is printed, whatever ends the run.
+    """
 
     def __init__(self, model, tokenizer, prompts):
         end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
@@ -128,14 +128,13 @@ class Printed:
         self.streams, self.ended = [TextStream(token_bytes, [end]) for _ in self.texts], [False] * self.n
         self.live = self.n == 1 and not debug_kv_model.tracing()  # a trace would come in the middle of the text
         self.n_drawn = self.n_printed = 0
-        self.bar, self.began = None, time.perf_counter()
 
-    def begin(self):
-        """From here on the time counts."""
+    def __enter__(self):
         self.began, quiet = time.perf_counter(), self.live or debug_kv_model.tracing()
         self.bar = tqdm(total=self.n * max_new_tokens, unit='tok', disable=True if quiet else None)
         if self.live:
             print(self.texts[0], end='', flush=True)
+        return self
 
     def add(self, number, tokens, ended):
         """New tokens of a sample. ended: are they its last ones? Returns whether the text has come to `stop`."""
@@ -159,10 +158,7 @@ class Printed:
             print(text + '\n---------------' * (self.n > 1), flush=True)
         self.n_printed += 1
 
-    def end(self):
-        """Print what is not printed yet, if there is anything."""
-        if self.bar is None:
-            return
+    def __exit__(self, *error):
         if self.live:
             print(self.streams[0].finish())
         while not self.live and self.n_printed < self.n and (self.n_drawn or not max_new_tokens):
@@ -191,27 +187,27 @@ def sample_by_engine(model, tokenizer, prompts, dev, printed):
     with engine.executor.torch_on_one_thread():
         if not debug_kv_model.tracing():  # a step that is not counted, in which kernels are compiled, or read
             engine.generate([prompts[0][:1]], min(1, max_new_tokens), n_sequences, **draw_settings())
-        printed.begin()
-        for i, prompt in enumerate(prompts):
-            for s in engine.add(prompt, max_new_tokens, num_samples, seed + i * num_samples, **how):
-                number_of[s] = len(number_of)
-        while not all(s.ended for s in number_of):
-            for s, output in engine.step():
-                if s.error:
-                    raise s.error
-                new = output.tokens[:-1] if s.ended == 'stop' else output.tokens
-                if printed.add(number_of[s], new, s.ended):
-                    engine.end(s, 'stop')
+        with printed:
+            for i, prompt in enumerate(prompts):
+                for s in engine.add(prompt, max_new_tokens, num_samples, seed + i * num_samples, **how):
+                    number_of[s] = len(number_of)
+            while not all(s.ended for s in number_of):
+                for s, output in engine.step():
+                    if s.error:
+                        raise s.error
+                    new = output.tokens[:-1] if s.ended == 'stop' else output.tokens
+                    if printed.add(number_of[s], new, s.ended):
+                        engine.end(s, 'stop')
 
 
 def sample_by_model(model, tokenizer, prompts, dev, printed):
     """The same by `GPT.generate` with the engine's draw."""
     print("decoder: the model itself", file=sys.stderr)
-    printed.begin()
-    for number, prompt in enumerate(prompts):
-        for row in range(0, num_samples, batch_size):
-            rows = range(number * num_samples + row, number * num_samples + min(row + batch_size, num_samples))
-            draw_rows(model, torch.tensor([prompt] * len(rows), device=dev), rows, printed)
+    with printed:
+        for i, prompt in enumerate(prompts):
+            for first in range(0, num_samples, batch_size):
+                numbers = [i * num_samples + n for n in range(first, min(first + batch_size, num_samples))]
+                draw_rows(model, torch.tensor([prompt] * len(numbers), device=dev), numbers, printed)
 
 
 class AllEnded(Exception):

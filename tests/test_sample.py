@@ -142,14 +142,13 @@ def test_what_becomes_of_a_full_context(monkeypatch, capsys):
 
 def test_samples_are_printed_in_order_as_they_end(monkeypatch, capsys):
     monkeypatch.setattr(script, 'num_samples', 4)
-    printed = script.Printed(gpt(**LLAMA), LETTERS, [[0]])
-    printed.begin()
-    said = []
-    for number, tokens, ended in (2, [3, 4], True), (0, [1], False), (1, [2], True), (0, [5], True), (3, [6], False):
-        printed.add(number, tokens, ended)
-        said.append(capsys.readouterr().out)
+    said, events = [], ((2, [3, 4], True), (0, [1], False), (1, [2], True), (0, [5], True), (3, [6], False))
+    with pytest.raises(KeyboardInterrupt), script.Printed(gpt(**LLAMA), LETTERS, [[0]]) as printed:
+        for number, tokens, ended in events:
+            printed.add(number, tokens, ended)
+            said.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
     assert said == ['', '', '', f'abf{LINE}ac{LINE}ade{LINE}', '']
-    printed.end()  # Ctrl-C, for example
     assert capsys.readouterr().out == f'ag{LINE}'
 
 
@@ -211,9 +210,9 @@ def test_torch_has_one_thread_while_the_kernel_decodes(monkeypatch, capsys, deco
     found = []
 
     class Printed(script.Printed):
-        def begin(self):
-            super().begin()
+        def __enter__(self):
             found.append(torch.get_num_threads())
+            return super().__enter__()
     model, before = gpt(**LLAMA | dict(vocab_size=LETTERS.vocab_size)), torch.get_num_threads()
     monkeypatch.setattr(script, 'Printed', Printed)
     torch.set_num_threads(2)
