@@ -367,13 +367,10 @@ def state_beside(folder):
     if os.path.exists(path):
         template = read_text(path)
     if isinstance(template, list):  # several by name
-        template = {str(each.get('name')): each.get('template') for each in template if isinstance(each, dict)}
-    if isinstance(template, dict):
-        template = template_of(template.get('default'), template.get('tool_use'))
+        by_name = {str(each.get('name')): each.get('template') for each in template if isinstance(each, dict)}
+        template = template_of(by_name.get('default'), by_name.get('tool_use'))
     if isinstance(template, str):
         state['chat_template'] = template
-    elif template is not None:
-        print(f"{folder}: the chat template must be a text, not {template!r:.40}: it is left out", file=sys.stderr)
     for file in ('generation_config.json', 'config.json'):
         if ids := {name: i for name, i in read(file).items() if name[:-3] in ROLES}:
             state.setdefault('file_ids', {})[file] = ids

@@ -189,9 +189,8 @@ class GGUFFile:
     def weights(self):
         self.fields = {key: value for key, value in self.fields.items() if type(value) is not list}  # tokens, merges
         of_names = {name: theirs for theirs, name in self.names.items()}
-        shapes = {of_names.get(name, name): tensor.shape for name, tensor in self.tensors.items()
-                  if name != FREQUENCIES}
-        return {name: torch.empty(shape, dtype=self.dtype, device='meta') for name, shape in shapes.items()}
+        return {of_names.get(name, name): torch.empty(tensor.shape, dtype=self.dtype, device='meta')
+                for name, tensor in self.tensors.items() if name != FREQUENCIES}
 
     @property
     def dtype(self):
