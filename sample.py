@@ -319,20 +319,18 @@ def check_settings(dev):
     """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
     configurator.check_range(globals(), 1, 10**6, 'num_samples', 'batch_size')
     configurator.check_range(globals(), 0, math.inf, 'max_new_tokens', 'top_k', 'seed', 'keep', 'n_keep')
+    for name, values in dict(split=('', 'lines'), when_full=('auto', 'crop', 'shift', 'roll'),
+                             kv_cache=('blocks', *CELLS), kv_bits=(0, 8)).items():
+        if globals()[name] not in values:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, not {globals()[name]!r}")
     of_template()
     if len(forms := [name for name in ('json_schema', 'regex', 'grammar') if globals()[name]]) > 1:
         raise ValueError(f"{' and '.join(forms)} each say what form a sample has: give one of them")
     if (system or template_kwargs) and not chat:
-        raise ValueError("system and template_kwargs have an effect only in a conversation: add --chat, or leave them "
-                         "out")
-    if split not in ('', 'lines'):
-        raise ValueError(f"split must be lines, or left out, not {split!r}")
+        raise ValueError("system and template_kwargs have an effect only in a conversation: add --chat")
     plain_model.check_sampling(temperature, top_k or None, top_p)
-    if when_full not in ('auto', 'crop', 'shift', 'roll'):
-        raise ValueError(f"when_full must be auto, crop, shift or roll, not {when_full!r}")
     if (keep or n_keep) and when_full not in ('shift', 'roll'):
-        raise ValueError(f"keep={keep} and n_keep={n_keep} say what is left of a full context: give when_full=shift or "
-                         "roll with them")
+        raise ValueError("keep and n_keep say what is left of a full context: give when_full=shift or roll with them")
     if debug_kv_model.wants_page() and (chat or not by_model()):
         raise ValueError("KV_DEBUG=page shows the steps of the model itself: leave out chat and what only the engine "
                          "has (decoder, weights, kv_cache, kv_bits, when_full=shift, drafts, forms)")
@@ -341,13 +339,8 @@ def check_settings(dev):
 
 def check_decoder(dev):
     """ValueError for a decoder, weights, threads, kv_cache and kv_bits that do not exist or do not go together."""
-    if compile or decoder == 'compiled':
-        raise ValueError("torch.compile's decoder is no longer here: leave compile and decoder=compiled out; on a CPU "
-                         "decoder=cpu is faster, on CUDA decoder=gpu")
-    if kv_cache not in ('blocks', *CELLS):
-        raise ValueError(f"kv_cache must be blocks, streams or unified, not {kv_cache!r}")
-    if kv_bits not in (0, 8):
-        raise ValueError(f"kv_bits must be 0 (as they are) or 8, not {kv_bits}")
+    if compile:
+        raise ValueError("leave compile out: on a CPU decoder=cpu is faster, on CUDA decoder=gpu")
     if chat and (draft or speculate not in ('auto', 'off') or kv_cache in CELLS):
         raise ValueError("chat=True has a cache of blocks, and draws one token after the other: leave kv_cache, "
                          "speculate and draft out")
@@ -372,9 +365,8 @@ def read_prompts():
 
 def unescaped_stop(tokenizer):
     r"""
-    `stop` with \n, \t and \\ replaced: a shell passes --stop='\n\n' on as four characters.
-
-    ValueError where the model has no tokens for it, so that it can never come up.
+    `stop` with \n, \t and \\ replaced: a shell passes --stop='\n\n' on as four characters. ValueError where the model
+    has no tokens for it, so that it can never come up.
     """
     end = re.sub(r'\\([nt\\])', lambda found: {'n': '\n', 't': '\t', '\\': '\\'}[found[1]], stop)
     if end != stop:

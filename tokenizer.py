@@ -3,8 +3,7 @@ Tokenizers: one id per character of a training text, GPT-2's byte pairs, or what
 All have encode(text) -> list of ints, vocab_size, end_of_text, the id of the token that ends a document, or None, and
 end_tokens, the ids with which a model ends what it writes. Those of chat models have conversation(messages) -> ints.
 
-`state()` is a tokenizer as a dict, which checkpoints and the meta.json of data folders hold. `from_state` makes the
-tokenizer again.
+`state()` is a tokenizer as a dict, which checkpoints and the meta.json of data folders hold; `from_state` reads it.
 """
 import codecs
 import json
@@ -117,8 +116,7 @@ class JSONTokenizer(Tokenizer):
     is one in any case, and so is the token with which the chat template ends an answer. special_tokens:
     {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`. file_ids: {name of a
     file: {'bos_token_id': id, ...}}, for an export. added_tokens: those that other files add, as transformers adds
-    them: dicts as in tokenizer.json, or texts of special tokens; they become a part of `json`. n_rows: how many ids the
-    model has.
+    them: dicts as in tokenizer.json, or texts of special tokens; they become a part of `json`. n_rows: of the model.
 
     ValueError if the library cannot read json, and if the text of some tokens depends on those before them: texts are
     printed token by token here. This is so for all decoders but ByteLevel (GPT-2, StarCoder, MPT, Llama 3, Qwen), Fuse
@@ -316,8 +314,7 @@ def from_state(state):
         return GPT2Tokenizer()
     if state['kind'] == 'json':
         return JSONTokenizer(**{name: state[name] for name in FIELDS if name in state and name != 'chars'})
-    raise ValueError(f"the kind of a tokenizer must be char, gpt2 or json, not {state['kind']!r}: these tokens have no "
-                     "text")
+    raise ValueError(f"a tokenizer's kind must be char, gpt2 or json, not {state['kind']!r}: these tokens have no text")
 
 
 def state_of_dataset(folder):
@@ -353,8 +350,7 @@ def state_beside(folder):
     listed = {str(i): dict(content=text) for text, i in read('added_tokens.json').items()}
     added = config.get('added_tokens_decoder') or listed
     if not isinstance(added, dict) or not all(i.isdecimal() for i in added):
-        raise ValueError(f"{folder}: added_tokens_decoder in tokenizer_config.json, or added_tokens.json, must name "
-                         f"ids, not {added!r:.50}")
+        raise ValueError(f"{folder}: added_tokens_decoder, or added_tokens.json, must name ids, not {added!r:.50}")
     others = [config.get(name) for name in ('sep_token', 'cls_token', 'mask_token')]
     for more in (config.get(name) or [] for name in ('additional_special_tokens', 'extra_special_tokens')):
         others += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
@@ -464,10 +460,7 @@ def read_json(path):
 
 
 def read_downloaded(path):
-    """
-    The dict in a JSON file of a folder that may have been downloaded in part; {} where there is no such file.
-    ValueError if it cannot be read.
-    """
+    """The dict in a JSON file that may be downloaded in part, {} without one. ValueError if it cannot be read."""
     try:
         return read_json(path) if os.path.exists(path) else {}
     except (OSError, ValueError) as e:
@@ -504,19 +497,14 @@ def read_text(path, newline=None):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """
-    Reads pickles of dicts, lists, strings and numbers only. A pickle runs code by naming a class or a function; here
-    every name is an error.
-    """
+    """Reads plain values only: a pickle runs code by naming a class or a function, and here every name is an error."""
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it names {module}.{name}, but only plain values are read")
 
 
 class WholeTexts(dict):
-    """
-    {token id: its text, or None if its bytes are no whole characters}. token_bytes: the bytes of an id, a function.
-    """
+    """{token id: its text, None if its bytes are no whole characters}. token_bytes: the bytes of an id, a function."""
 
     def __init__(self, token_bytes):
         self.token_bytes = token_bytes

@@ -39,8 +39,7 @@ def scored_tokens(tokenizer, messages):
     The tokens of a conversation, (n,), and which of them are scored, bool (n,): what the assistant says, and the token
     that ends it. The chat template may mark these by {% generation %}, as for transformers. Otherwise an answer begins
     where the prompt for it ends, and ends with the first end token. ValueError if the template does not show where an
-    answer is, or does not take the conversation. An answer whose message has weight 0 is not scored, as in OpenAI's
-    format.
+    answer is, or does not take the conversation. Answers of weight 0 are not scored, as in OpenAI's format.
     """
     template, spans = tokenizer.chat_template, []
     if re.search(f'[{BEGIN}{END}]', json.dumps(messages, ensure_ascii=False)):

@@ -112,10 +112,7 @@ def messages_of(user, edits):
 
 
 def talk(conversation, max_new_tokens, first=()):
-    """
-    Read what the user says, see `messages_of`, and print the answers as they come. Ctrl-C ends an answer, Ctrl-D (the
-    end of the input) the conversation; see HELP.
-    """
+    """Read what the user says, see `messages_of` and HELP, and print the answers as they come."""
     c, restore = conversation, edits_lines()
     if restore:
         import tty

@@ -29,10 +29,7 @@ waiting = []            # processes that wait for a question
 
 
 class ChatTemplate:
-    """
-    source: the template. special_tokens: {'bos_token': text, ...}, by whose names a template can use them. Several
-    threads may use a template.
-    """
+    """source: the template. special_tokens: {'bos_token': text, ...}, variables of it. Several threads may use it."""
 
     def __init__(self, source, special_tokens=None):
         self.source, self.special_tokens = source, special_tokens or {}
@@ -182,10 +179,7 @@ def answer(source, variables):
 
 
 def serve(answer, late=LATE):
-    """
-    Answer each line of standard input, JSON of a question and the seconds that it may take, by a line: JSON of what
-    `answer(*question)` returns. late: modules that it needs.
-    """
+    """Answer lines of standard input, JSON [*question, seconds], by JSON of `answer(*question)`. late: its modules."""
     limit = partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, 'setitimer') else lambda seconds: None
     for line in sys.stdin:
         *question, seconds = json.loads(line)

@@ -92,10 +92,7 @@ def grammar(form, tools, several, rule, answer=None):
 
 
 class Reader:
-    """
-    Finds calls in an answer that comes in pieces. names: of the tools; whatever calls another one is text. most: so
-    many calls are taken, and later ones dropped.
-    """
+    """Finds calls of the tools `names` in an answer that comes in pieces. More than `most` are dropped."""
 
     def __init__(self, form, names, most=MOST_CALLS):
         self.form, self.names, self.most = form, names, most

@@ -146,10 +146,7 @@ def mpt(hf, args):
 
 
 def family_of(config):
-    """
-    The family whose models compute what a model of this config computes: gpt2, starcoder2, mpt, llama, mistral, qwen2
-    or qwen3. ValueError, which says why, if there is none.
-    """
+    """The family whose models compute what one of this config computes. ValueError, which says why, without one."""
     c = config
     if c.n_sink:
         raise ValueError(f"n_sink {c.n_sink}: none of the models that transformers and llama.cpp have sees sinks "

@@ -88,10 +88,7 @@ def byte_pairs(given, vocab):
 
 
 def rule_of(content):
-    """
-    The name that `byte_pairs` knows of the rule by which a tokenizer.json, a dict, splits texts before it merges pairs.
-    ValueError if there is none.
-    """
+    """The name in RULES of how a tokenizer.json, a dict, splits texts. ValueError if there is none."""
     before, model, splits = content.get('pre_tokenizer') or {}, content.get('model', {}), []
     plain = dict(Split=dict(behavior='Isolated', invert=False), Digits=dict(individual_digits=True),
                  ByteLevel=dict(add_prefix_space=False))
@@ -109,10 +106,7 @@ def rule_of(content):
 
 
 def sentencepiece(given, vocab, tokens, ids):
-    """
-    The tokenizer.json of a SentencePiece vocabulary: of all pairs of tokens that together are one, the pair of the one
-    with the highest score is merged first.
-    """
+    """The tokenizer.json of a SentencePiece vocabulary: the pair whose token has the highest score is merged first."""
     scores = given.get('scores', [])
     if len(scores) != len(tokens):
         raise ValueError(f"it has {len(tokens)} tokens and {len(scores)} scores, but each token needs one: is the "

@@ -126,9 +126,8 @@ def huggingface_config(model, family):
 @contextmanager
 def replacing_folder(folder, names):
     """
-    A new folder to write to, moved into place at the end. If writing fails the old folder stays.
-
-    ValueError if `folder` is a file, or holds other files than `names`.
+    A new folder to write to, moved into place at the end. If writing fails the old folder stays. ValueError if `folder`
+    is a file, or holds other files than `names`.
     """
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise ValueError(f"{folder} exists and is no folder: choose another path")

@@ -1,7 +1,4 @@
-"""
-The names that the families of transformers give to the weights of a GPT, and what they do to its matrices. The gguf
-library knows the names in a GGUF file by these.
-"""
+"""The names of a GPT's weights in the families of transformers. The gguf library knows its own names by these."""
 from typing import NamedTuple
 
 CONV1D = 'c_attn.weight', 'c_proj.weight', 'c_fc.weight'  # GPT-2's own files have these as (in, out)
@@ -9,8 +6,6 @@ CONV1D = 'c_attn.weight', 'c_proj.weight', 'c_fc.weight'  # GPT-2's own files ha
 
 class Names(NamedTuple):
     """
-    The names of one family.
-
     parts: {our name of a part: theirs, or theirs in the order of our rows if the part is several matrices there}.
     layers: what stands before the number of a layer. base: what may stand before a name other than that of lm_head,
     which is the same everywhere.

@@ -36,8 +36,7 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
     lazy: matrices are on the device meta, and their `read()` reads them; but for embeddings, unless they are lm_head
     too and a GGUF file's rounded numbers. Embeddings of such numbers are bfloat16. So a model that is packed is at no
     moment in memory as a whole.
-    Raises ValueError, in one line, if there is no such model, if it cannot be read, and for all in it that a GPT here
-    cannot represent.
+    ValueError, in one line, if there is no such model, it cannot be read, or a GPT here cannot represent what it has.
     """
     if set(override_args) - {'dropout'}:
         raise ValueError(f"only dropout can be overridden in pretrained weights, not {', '.join(override_args)}")
@@ -94,8 +93,7 @@ def state_dict_of(model, files, dtype, lazy):
     others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS)
                     and not (c.bias is False and c.norm == 'layer' and name.endswith('norm.bias')))
     if others:
-        raise ValueError(f"a GPT here has no place for: {', '.join(others[:3])}{' ...' * (len(others) > 3)} "
-                         f"({len(others)})")
+        raise ValueError(f"a GPT here has no place for: {', '.join(others[:3])}{' ...' * (len(others) > 3)}")
     return state_dict | dict(zip(read, side_by_side(partial.__call__, read.values())))
 
 
@@ -149,8 +147,8 @@ class Files:
     @cached_property
     def weights(self):
         """
-        {name of a tensor without the base of its family: the tensor}, memory-mapped; matrices are (out, in), as
-        ours. ValueError if a file cannot be read, or if a tensor is there twice.
+        {name of a tensor without the base of its family: the tensor}, memory-mapped; all matrices are (out, in).
+        ValueError if a file cannot be read, or if a tensor is there twice.
         """
         pairs = []
         for path in (os.path.join(self.folder, name) for name in self.names):
@@ -173,9 +171,8 @@ class Files:
 
 def generation_defaults(model_type, generation_config=''):
     """
-    The settings of a draw that the generation_config.json of what `from_pretrained` reads names, a dict of those in
-    DEFAULTS; stderr says which of them cannot be used. {} without the file, or where generation_config='none' leaves it
-    out. ValueError if it cannot be read.
+    The settings of a draw in the generation_config.json of what `from_pretrained` reads, a dict of those in DEFAULTS;
+    stderr says which cannot be used. {} without the file or with generation_config='none'. ValueError if it is damaged.
     """
     if generation_config not in ('', 'none'):
         raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")

@@ -116,7 +116,6 @@ def add_byte_pairs(writer, tokenizer, vocab_size):
 def byte_pairs(bpe):
     """
     GPT-2's tokens and merges, spelled as in its vocab.json and merges.txt: ([text of each id], ['left right' by rank]).
-
     tiktoken has the tokens only. The two parts that a token was merged from are found by encoding its bytes with the
     merges of a lower rank.
     """

@@ -53,8 +53,6 @@ def heads_of(w, config):
 def with_all_heads(w, config):
     """Rows of c_attn with as many heads of keys and values as of queries: each one repeated for all its queries."""
     n_repeat = config.n_head // config.n_kv_head
-    if n_repeat == 1:
-        return w
     q, *kv = heads_of(w, config)
     return torch.cat([q] + [x.unflatten(0, (config.n_kv_head, -1)).repeat_interleave(n_repeat, 0).flatten(0, 1)
                             for x in kv])
@@ -70,10 +68,7 @@ def named_weights(model, names):
 
 
 def weights_with_biases(model):
-    """
-    The model's state dict on the CPU, without a tied lm_head, with zeros as the positions of position='none', and with
-    zeros for the biases that it lacks and its family needs.
-    """
+    """The state dict on the CPU, without a tied lm_head; positions and biases that only its family has are zeros."""
     c, weights = model.config, {}
     for name, w in model.state_dict().items():
         weights[name] = w.cpu()
