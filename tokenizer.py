@@ -32,9 +32,8 @@ class Tokenizer:
     strips: does a text begin without the blank of its first token? cuts_lines: does a text keep its ids when it is
     cut after a line break that no blank is beside?
     """
-    end_of_text, beyond, chat_template, cuts_lines = None, b'', None, True
+    end_of_text, beyond, chat_template, strips, cuts_lines = None, b'', None, False, True
     special_ids = added_ids = frozenset()
-    strips = False
 
     @property
     def end_tokens(self):
@@ -50,7 +49,8 @@ class Tokenizer:
     def decode(self, ids):
         """The text of ids."""
         table = self.token_bytes
-        return b''.join([table[i] if i < self.vocab_size else self.beyond for i in ids]).decode('utf-8', 'replace')
+        text = b''.join([table[i] if i < self.vocab_size else self.beyond for i in ids]).decode('utf-8', 'replace')
+        return text.removeprefix(' ') if self.strips else text
 
 
 class CharTokenizer(Tokenizer):
@@ -213,10 +213,6 @@ class JSONTokenizer(Tokenizer):
             names[i] = ''
         return list(map(BYTES_OF[self.decoder], names))
 
-    def decode(self, ids):
-        text = super().decode(ids)
-        return text.removeprefix(' ') if self.strips else text
-
     def state(self):
         more = dict(special_tokens=self.special_tokens, file_ids=self.file_ids,
                     chat_template=self.chat_template and self.chat_template.source)
@@ -288,9 +284,9 @@ def check_state(state):
     """ValueError unless state has the form of a tokenizer's `state()`, see FIELDS. Its kind may be an unknown one."""
     if not isinstance(state, dict) or not isinstance(state.get('kind'), str):
         raise ValueError(f"a tokenizer's state must be a dict with its kind, a string, not {str(state)[:50]!r}")
-    for key, kind in (('char', 'chars'), ('json', 'json')):
-        if state['kind'] == key and kind not in state:
-            raise ValueError(f"a tokenizer's state of kind {key!r} must have {kind}, a string")
+    needed = dict(char='chars', json='json').get(state['kind'])
+    if needed and needed not in state:
+        raise ValueError(f"a tokenizer's state of kind {state['kind']!r} must have {needed}, a string")
     for key, kind in FIELDS.items():
         if not isinstance(state.get(key, kind()), kind):
             raise ValueError(f"{key} of a tokenizer must be a {kind.__name__}, not {str(state[key])[:50]}")
@@ -338,9 +334,8 @@ def state_of_dataset(folder):
 
 def state_beside(folder):
     """
-    What the files beside a tokenizer.json say of a tokenizer, as in a state: tokenizer_config.json, special_tokens_map
-    .json, generation_config.json, config.json and chat_template.jinja, and of old folders added_tokens.json. All of
-    them may be absent. ValueError if one of them is damaged.
+    What the files beside a tokenizer.json say of a tokenizer, as in a state. All of them may be absent. ValueError if
+    one of them is damaged.
     """
     def read(name):
         return read_downloaded(os.path.join(folder, name))
@@ -411,26 +406,26 @@ def read_meta(folder):
     vocab_size, dtype of the token files, source of the text, bytes of the text of each split, all optional. {} if there
     is no such file, ValueError if it is damaged.
     """
-    path = os.path.join(folder, 'meta.json')
-    if os.path.exists(path):
-        try:
-            return checked_meta(read_json(path))
-        except ValueError as e:
-            raise ValueError(f"{path} is damaged ({e}): prepare the data again") from e
-    path = os.path.join(folder, 'meta.pkl')
-    if not os.path.exists(path):
-        return {}
+    for name, read in (('meta.json', read_json), ('meta.pkl', meta_of_nanogpt)):
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            try:
+                return checked_meta(read(path))
+            except Exception as e:  # what a damaged pickle raises may be anything
+                raise ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): prepare the data again") from e
+    return {}
+
+
+def meta_of_nanogpt(path):
+    """What a meta.pkl of nanoGPT, a dict of characters, is as a meta.json."""
     with open(path, 'rb') as f:
-        try:
-            meta = PlainUnpickler(f).load()
-            if 'itos' not in meta:  # nanoGPT's train.py needs vocab_size only
-                return checked_meta({'vocab_size': meta['vocab_size']})
-            chars = [meta['itos'][i] for i in range(len(meta['itos']))]
-            if any(len(c) != 1 for c in chars):
-                raise ValueError("a token in it is not a single character")
-            return checked_meta({'kind': 'char', 'chars': ''.join(chars), 'vocab_size': len(chars)})
-        except Exception as e:  # what a damaged pickle raises may be anything
-            raise ValueError(f"{path} is not nanoGPT's dict of characters ({e}): prepare the data again") from e
+        meta = PlainUnpickler(f).load()
+    if 'itos' not in meta:  # nanoGPT's train.py needs vocab_size only
+        return {'vocab_size': meta['vocab_size']}
+    chars = [meta['itos'][i] for i in range(len(meta['itos']))]
+    if any(len(c) != 1 for c in chars):
+        raise ValueError("a token in it is not a single character")
+    return {'kind': 'char', 'chars': ''.join(chars), 'vocab_size': len(chars)}
 
 
 def checked_meta(meta):
@@ -450,10 +445,7 @@ def checked_meta(meta):
 
 def read_json(path):
     """The dict in a JSON file. ValueError if it holds something else, or is damaged."""
-    try:
-        content = json.loads(read_text(path))
-    except RecursionError as e:
-        raise ValueError("its brackets are nested too deeply") from e
+    content = json.loads(read_text(path))
     if not isinstance(content, dict):
         raise ValueError(f"it must hold a dict, but it holds a {type(content).__name__}")
     return content
@@ -463,7 +455,7 @@ def read_downloaded(path):
     """The dict in a JSON file that may be downloaded in part, {} without one. ValueError if it cannot be read."""
     try:
         return read_json(path) if os.path.exists(path) else {}
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): is the download complete?") from e
 
 
