@@ -54,8 +54,7 @@ def say_limits_of_llama_cpp(config):
         say("llama.cpp knows only the tanh approximation of GELU: logits will differ a little from those here")
     end = config.window or config.block_size
     if config.window:
-        say(f"llama.cpp ignores the window of {config.window}: the file's context ends at {config.window}, where the "
-            "window would begin to hide tokens")
+        say(f"llama.cpp ignores the window of {config.window}, so the file's context ends where it would hide tokens")
     if end % 256 != 0:
         say(f"llama.cpp rounds the context up to a multiple of 256, but the model ends at {end}: llama-server keeps "
             "within that by itself, elsewhere keep prompt and new tokens within it")

@@ -342,8 +342,7 @@ def check_decoder(dev):
     if compile:
         raise ValueError("leave compile out: on a CPU decoder=cpu is faster, on CUDA decoder=gpu")
     if chat and (draft or speculate not in ('auto', 'off') or kv_cache in CELLS):
-        raise ValueError("chat=True has a cache of blocks, and draws one token after the other: leave kv_cache, "
-                         "speculate and draft out")
+        raise ValueError("chat has blocks and draws one token after the other: leave kv_cache, speculate and draft out")
     cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache in CELLS) + [f'kv_bits={kv_bits}'] * (kv_bits > 0)
                          + ['chat=True'] * chat)
     decode.check_choice(decoder, weights, threads, dev, pick_dtype(dtype, dev), speculate, draft)
@@ -364,10 +363,7 @@ def read_prompts():
 
 
 def unescaped_stop(tokenizer):
-    r"""
-    `stop` with \n, \t and \\ replaced: a shell passes --stop='\n\n' on as four characters. ValueError where the model
-    has no tokens for it, so that it can never come up.
-    """
+    r"""`stop`, of which a shell passes \n, \t and \\ on as two characters each. ValueError if it can never come up."""
     end = re.sub(r'\\([nt\\])', lambda found: {'n': '\n', 't': '\t', '\\': '\\'}[found[1]], stop)
     if end != stop:
         print(rf"stop: {end!r} (\n is a newline, \t a tab, \\ a backslash)", file=sys.stderr)

@@ -26,10 +26,7 @@ def replacing(path, mode='wb', **open_args):
 
 
 def lock_folder(folder):
-    """
-    Lock a folder for this process. Returns what holds the lock until the process ends, or None if the file system does
-    not support such locks. ValueError if another process holds the lock.
-    """
+    """Lock a folder for this process. Returns the lock, None where there are none. ValueError if another has it."""
     lock = FileLock(os.path.join(folder, '.lock'))
     try:
         lock.acquire(timeout=0)

@@ -105,10 +105,7 @@ def compiled(source):
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """
-        {% generation %} marks what the assistant has written. The variables answer_begins and answer_ends, which are
-        empty unless they are given, stand around it.
-        """
+        """{% generation %} is what the assistant has written, between the variables answer_begins and answer_ends."""
         tags = {'generation'}
 
         def parse(self, parser):

@@ -122,9 +122,8 @@ def rotary(hf, args):
     values = {}
     for key in ('rope_scaling', 'rope_parameters'):
         given = typed(hf, key, dict, {})
-        for kind in ('rope_type', 'type'):
-            expect(given, f'{key}.', **{kind: ('default', 'llama3')})
-        expect(given, f'{key}.', partial_rotary_factor=(1.0,))
+        kinds = 'default', 'llama3'
+        expect(given, f'{key}.', rope_type=kinds, type=kinds, partial_rotary_factor=(1.0,))
         values |= given
     scaling = ()
     if 'llama3' in (values.get('rope_type'), values.get('type')):

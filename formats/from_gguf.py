@@ -121,8 +121,7 @@ class GGUFFile:
         """What config.json would say. ValueError names what a GPT here cannot represent."""
         architecture = self.fields.get('general.architecture')
         if architecture not in ARCHITECTURES:
-            raise ValueError(f"general.architecture is {architecture!r}, but only {', '.join(ARCHITECTURES)} can be "
-                             "read")
+            raise ValueError(f"general.architecture is {architecture!r}, but only {', '.join(ARCHITECTURES)} are read")
         expect(self.fields, **{'general.type': ('model',), 'split.count': (0, 1)})
         prefix = architecture + '.'
         of = {key.removeprefix(prefix): value for key, value in self.fields.items() if key.startswith(prefix)}

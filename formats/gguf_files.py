@@ -16,11 +16,7 @@ def to_gguf(model, path, type='f32', tokenizer=None):
 
     type: 'f32', or 'q8_0': matrices in 8 bits, 32 numbers to a scale. Positions, biases and norms stay float32.
 
-    Limits of llama.cpp: none of these architectures has the exact GELU. They have the tanh approximation, on a CPU from
-    a table of float16, so the logits of a model with gelu='none' differ a little. It ignores a window: the context
-    length in the file is that of the window, within which nothing is hidden. It rounds the context up to a multiple of
-    256, and with learned positions a position past block_size ends its process. llama-server keeps within the context
-    length by itself; with other front ends, keep prompt and new tokens within it.
+    llama.cpp differs from the model in its GELU, in windows and at the end of the context: docs/SERVING.md says how.
     ValueError for a model, a type or a tokenizer that llama.cpp has no place for, for a tokenizer with more tokens than
     the model, if path is a file of another format, and if gguf is not installed.
 
@@ -99,10 +95,7 @@ def add_config(writer, config, type):
 
 
 def pairs_side_by_side(w, head_dim):
-    """
-    Rows of queries or keys, a matrix or a bias, in the order of llama.cpp's llama: the two channels that are turned
-    together, which are head_dim / 2 apart here, are side by side there.
-    """
+    """Rows of queries or keys as in llama.cpp's llama: the channels that are turned together are side by side."""
     return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 

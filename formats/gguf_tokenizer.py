@@ -76,8 +76,7 @@ def byte_pairs(given, vocab):
     """The tokenizer.json of byte pairs as those of GPT-2, with the rule that the file names."""
     rule = given.get('pre', 'default')
     if rule not in [*RULES]:
-        raise ValueError(f"tokenizer.ggml.pre is {rule!r}, a rule that is not known here: use the model's folder in "
-                         "Hugging Face format")
+        raise ValueError(f"tokenizer.ggml.pre is {rule!r}, a rule that is not known here: use its Hugging Face folder")
     splits = [dict(type='Split', pattern=dict(Regex=regex), behavior='Isolated', invert=False) for regex in RULES[rule]]
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
     return dict(
@@ -109,8 +108,7 @@ def sentencepiece(given, vocab, tokens, ids):
     """The tokenizer.json of a SentencePiece vocabulary: the pair whose token has the highest score is merged first."""
     scores = given.get('scores', [])
     if len(scores) != len(tokens):
-        raise ValueError(f"it has {len(tokens)} tokens and {len(scores)} scores, but each token needs one: is the "
-                         "download complete?")
+        raise ValueError(f"it has {len(tokens)} tokens, but {len(scores)} scores: is the download complete?")
     merges = [(scores[i], k, [text[:k], text[k:]]) for text, i in vocab.items() for k in range(1, len(text))
               if text[:k] in vocab and text[k:] in vocab]
     merges.sort(key=lambda merge: (-merge[0], -merge[1]))

@@ -29,8 +29,7 @@ def to_huggingface(model, folder, tokenizer=None):
 
     The tokenizer gives the same ids, and the id of a space for a character that the model has never seen. meta.json is
     its `state()`, as in a data folder; a JSONTokenizer needs none. The bos, eos and pad ids of an import stay.
-    Raises ValueError if transformers has no such model (sinks, a window without rope), if the folder holds other files,
-    and if the tokenizer has more tokens than the model.
+    ValueError if transformers has no such model, the folder holds other files, or the tokenizer has more tokens.
     """
     check_vocabulary(model, tokenizer)
     family = family_of(model.config)
@@ -125,10 +124,7 @@ def huggingface_config(model, family):
 
 @contextmanager
 def replacing_folder(folder, names):
-    """
-    A new folder to write to, moved into place at the end. If writing fails the old folder stays. ValueError if `folder`
-    is a file, or holds other files than `names`.
-    """
+    """A new folder, moved into place at the end. ValueError if `folder` is a file, or holds others than `names`."""
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise ValueError(f"{folder} exists and is no folder: choose another path")
     foreign = sorted(set(os.listdir(folder)) - names) if os.path.exists(folder) else []

@@ -7,8 +7,7 @@ CONV1D = 'c_attn.weight', 'c_proj.weight', 'c_fc.weight'  # GPT-2's own files ha
 class Names(NamedTuple):
     """
     parts: {our name of a part: theirs, or theirs in the order of our rows if the part is several matrices there}.
-    layers: what stands before the number of a layer. base: what may stand before a name other than that of lm_head,
-    which is the same everywhere.
+    layers: what stands before the number of a layer. base: what may stand before any name but lm_head's.
     """
     parts: dict
     layers: str

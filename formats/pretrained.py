@@ -135,8 +135,7 @@ class Files:
                 raise ValueError(f"{index} has no weight_map: is the download complete?")
             names = sorted({*map(str, listed.values())})
             if missing := [name for name in names if name not in there]:
-                raise ValueError(f"{folder} lacks {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}, which "
-                                 f"{os.path.basename(index)} names: is the download complete?")
+                raise ValueError(f"{folder} lacks {missing[0]}, which its index names: is the download complete?")
         self.folder, self.names, self.where = folder, names, os.path.join(folder, 'config.json')
         self.config, self.is_gpt2 = read_downloaded(self.where), is_gpt2
 
@@ -146,10 +145,7 @@ class Files:
 
     @cached_property
     def weights(self):
-        """
-        {name of a tensor without the base of its family: the tensor}, memory-mapped; all matrices are (out, in).
-        ValueError if a file cannot be read, or if a tensor is there twice.
-        """
+        """{name without its family's base: tensor}, memory-mapped, matrices (out, in). ValueError if it is damaged."""
         pairs = []
         for path in (os.path.join(self.folder, name) for name in self.names):
             try:

@@ -17,10 +17,7 @@ def check_vocabulary(model, tokenizer):
 
 
 def stand_in(tokenizer):
-    """
-    The id that other engines use for a character that the model has never seen, for which it has no row: the space's,
-    or 0 if it has none. Our own CharTokenizer raises ValueError.
-    """
+    """The id of a character that the model has no row for, in other engines: the space's, or 0. Here it is an error."""
     return tokenizer.ids.get(' ', 0)
 
 
@@ -72,8 +69,7 @@ def add_gguf_tokenizer(writer, tokenizer, vocab_size):
     A character tokenizer is written as 'rwkv', which takes the longest token at each place and needs no token for the
     end of a text: 'gpt2' always has one, and would use token 11. Each byte of an unknown character becomes a space.
     llama.cpp's 'rwkv' never returns from an unknown character that shares its first byte with a known one; if all
-    known characters are ASCII, no unknown one does.
-    ValueError for a JSONTokenizer that splits a text by none of the rules that llama.cpp knows by name.
+    known characters are ASCII, no unknown one does. ValueError for a JSONTokenizer by none of llama.cpp's rules.
     """
     from gguf import TokenType
     if tokenizer is None:
