@@ -17,6 +17,7 @@ END_TEXTS = {
     '<end_of_utterance>', '<EOT>', '_<EOT>', '[EOT]', '</s>', '<eos>', '<|fim_pad|>', '<fim_pad>', '<|fim_repo|>',
     '<|repo_name|>', '<reponame>', '<|file_sep|>'}
 LONGEST = 2**10  # characters of a token
+FLAGS = dict(normalized=False, single_word=False, lstrip=False, rstrip=False)  # of an added token in a tokenizer.json
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LATER_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
                r"\s+(?!\S)|\s+")
@@ -55,8 +56,7 @@ def gguf_tokenizer(fields):
     vocab = {text: i for i, (text, type) in enumerate(zip(tokens, types)) if type != UNUSED}
     ids = {role: given[key] for role, key in zip(ROLES, IDS) if given.get(key) in range(len(tokens))}
     content = byte_pairs(given, vocab) if kind == 'gpt2' else sentencepiece(given, vocab, tokens, ids)
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
-    content['added_tokens'] = [dict(id=i, content=text, special=types[i] == CONTROL, **flags)
+    content['added_tokens'] = [dict(id=i, content=text, special=types[i] == CONTROL, **FLAGS)
                                for text, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED)]
     adds_bos = given.get('add_bos_token', kind == 'llama' or given.get('pre') in LLAMA3)
     around = [ids.get('bos_token') if adds_bos else None, ids.get('eos_token') if given.get('add_eos_token') else None]

@@ -1,7 +1,7 @@
 """Tokenizers in the files of other projects: tokenizer.json, and the vocabulary in a GGUF file."""
 import json
 
-from formats.gguf_tokenizer import rule_of
+from formats.gguf_tokenizer import FLAGS, rule_of
 from tokenizer import END_OF_TEXT, ROLES, CharTokenizer, JSONTokenizer, byte_level_alphabet
 
 PAD = '<|pad|>'
@@ -34,8 +34,8 @@ def huggingface_tokenizer(tokenizer):
         # name of a character's id (the last name of an id is its text), and no row draws <|endoftext|>.
         first = '\n' if '\n' in tokenizer.ids else tokenizer.chars[0]
         vocab = tokenizer.ids | {PAD: tokenizer.ids[first], END_OF_TEXT: tokenizer.vocab_size}
-        added = [dict(id=vocab[text], content=text, special=text != first, normalized=False, single_word=False,
-                      lstrip=False, rstrip=False) for text in (END_OF_TEXT, PAD, first)]
+        added = [dict(id=vocab[text], content=text, special=text != first, **FLAGS)
+                 for text in (END_OF_TEXT, PAD, first)]
         return dict(
             version='1.0', normalizer=None, post_processor=None, added_tokens=added,
             pre_tokenizer=dict(type='Split', pattern=dict(Regex=r'[\s\S]'), behavior='Isolated', invert=False),
@@ -49,8 +49,7 @@ def huggingface_tokenizer(tokenizer):
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=True)
     return dict(
         version='1.0', normalizer=None, pre_tokenizer=byte_level, post_processor=byte_level, decoder=byte_level,
-        added_tokens=[dict(id=tokenizer.end_of_text, content=end, special=True, normalized=False, single_word=False,
-                           lstrip=False, rstrip=False)],
+        added_tokens=[dict(id=tokenizer.end_of_text, content=end, special=True, **FLAGS)],
         model=dict(type='BPE', vocab={text: i for i, text in enumerate(tokens)}, merges=merges),
     ), dict(tokenizer_class='GPT2Tokenizer', **dict.fromkeys(ROLES, end), add_prefix_space=False, padding_side='left')
 
@@ -69,7 +68,7 @@ def add_gguf_tokenizer(writer, tokenizer, vocab_size):
     A character tokenizer is written as 'rwkv', which takes the longest token at each place and needs no token for the
     end of a text: 'gpt2' always has one, and would use token 11. Each byte of an unknown character becomes a space.
     llama.cpp's 'rwkv' never returns from an unknown character that shares its first byte with a known one; if all
-    known characters are ASCII, no unknown one does. ValueError for a JSONTokenizer by none of llama.cpp's rules.
+    known characters are ASCII, no unknown one does. ValueError for a JSONTokenizer whose rule it lacks.
     """
     from gguf import TokenType
     if tokenizer is None:
