@@ -187,14 +187,11 @@ class GGUFFile:
     @cached_property
     def weights(self):
         self.fields = {key: value for key, value in self.fields.items() if type(value) is not list}  # tokens, merges
+        is_bfloat16 = self.tensors[EMBEDDING].kind == self.gguf.GGMLQuantizationType.BF16
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32  # in which all numbers of the file are what they are
         of_names = {name: theirs for theirs, name in self.names.items()}
-        return {of_names.get(name, name): torch.empty(tensor.shape, dtype=self.dtype, device='meta')
+        return {of_names.get(name, name): torch.empty(tensor.shape, dtype=dtype, device='meta')
                 for name, tensor in self.tensors.items() if name != FREQUENCIES}
-
-    @property
-    def dtype(self):
-        """In which all numbers of the file are what they are."""
-        return torch.bfloat16 if self.tensors[EMBEDDING].kind == self.gguf.GGMLQuantizationType.BF16 else torch.float32
 
     @property
     def is_rounded(self):
