@@ -118,10 +118,9 @@ class JSONTokenizer(Tokenizer):
     file: {'bos_token_id': id, ...}}, for an export. added_tokens: those that other files add, as transformers adds
     them: dicts as in tokenizer.json, or texts of special tokens; they become a part of `json`. n_rows: of the model.
 
-    ValueError if the library cannot read json, and if the text of some tokens depends on those before them: texts are
-    printed token by token here. This is so for all decoders but ByteLevel (GPT-2, StarCoder, MPT, Llama 3, Qwen), Fuse
-    (one id per character), and SentencePiece's with bytes (Llama 2, Mistral). Of the last one, a text begins without
-    the blank that its first token has.
+    ValueError if the library cannot read json, and if its decoder is none of ByteLevel (GPT-2, StarCoder, MPT, Llama 3,
+    Qwen), Fuse (one id per character) and SentencePiece's with bytes (Llama 2, Mistral): texts are printed token by
+    token here, and with others the text of a token depends on those before it.
     """
 
     def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None, file_ids=None, added_tokens=()):
@@ -240,12 +239,11 @@ def decoder_of(tokenizer_json):
 def cuts_lines(normalizer, pre_tokenizer):
     """`Tokenizer.cuts_lines`, where a tokenizer.json has these: by GPT-2's regex, or one that ends so."""
     parts = [pre_tokenizer, *pre_tokenizer.get('pretokenizers', ())]
-    of_bytes = [part for part in parts if part.get('type') == 'ByteLevel']
+    of_bytes = next((part for part in parts if part.get('type') == 'ByteLevel'), {})
+    if normalizer.get('type') not in (None, 'NFC') or of_bytes.get('add_prefix_space', True):
+        return False
     splits = [(part.get('pattern') or {}).get('Regex', '') for part in parts if part.get('type') == 'Split']
-    return normalizer.get('type') in (None, 'NFC') and bool(of_bytes) and not any(
-        part.get('add_prefix_space', True) for part in of_bytes) and (
-        any(part.get('use_regex', True) for part in of_bytes)
-        or any(regex.endswith(r'\s+(?!\S)|\s+') for regex in splits))
+    return of_bytes.get('use_regex', True) or any(regex.endswith(r'\s+(?!\S)|\s+') for regex in splits)
 
 
 def bytes_of_byte_level(name):
@@ -437,9 +435,6 @@ def checked_meta(meta):
         raise ValueError("chars, a string, is needed with kind 'char' and with no other")
     if type(meta.get('vocab_size', 1)) is not int or not 1 <= meta.get('vocab_size', 1) <= 2**32:
         raise ValueError(f"vocab_size must be an integer from 1 to 2**32, not {str(meta['vocab_size'])[:50]}")
-    n_bytes = meta.get('bytes', {})
-    if not isinstance(n_bytes, dict) or not all(type(n) is int and n >= 0 for n in n_bytes.values()):
-        raise ValueError(f"bytes must be a dict of numbers, not {str(n_bytes)[:50]}")
     return meta
 
 
@@ -536,7 +531,6 @@ class TextStream:
         self.in_character = False  # are there bytes of a character that has not ended?
 
     def push(self, *tokens):
-        """The text that may be sent now that these tokens have come."""
         if not (self.stop or self.in_character or self.strip):
             pieces = [self.whole[token] for token in tokens]
             if None not in pieces:
