@@ -1,6 +1,4 @@
-"""
-What a GPT refuses: settings that do not go together, token ids and caches that do not fit. Nothing is computed here.
-"""
+"""What a GPT refuses: settings that do not go together, token ids and caches that do not fit. It computes nothing."""
 import math
 
 import torch

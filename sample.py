@@ -152,7 +152,6 @@ class Printed:
         return stopped
 
     def print_next(self):
-        """Print the next sample as far as it is."""
         with self.bar.external_write_mode():
             text = self.texts[self.n_printed] + self.streams[self.n_printed].finish()
             print(text + '\n---------------' * (self.n > 1), flush=True)

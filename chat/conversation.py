@@ -116,8 +116,7 @@ def talk(conversation, max_new_tokens, first=()):
     c, restore = conversation, edits_lines()
     if restore:
         import tty
-        print("Write a message. /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation.",
-              file=sys.stderr)
+        print("Write a message. /help shows the commands, Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr)
     for text in messages_of(first, edits=restore):
         command, _, rest = text.partition(' ')
         if command in ('/exit', '/quit', '/bye'):

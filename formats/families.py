@@ -1,7 +1,6 @@
 """
-The families of models that a GPT here can be read from, by the model_type of their config.json: gpt2, gpt_bigcode,
-starcoder2 and mpt, and llama, mistral, qwen2 and qwen3. Here is what a config.json says in the fields of GPTConfig,
-what in it cannot be represented, and which family computes what a GPT computes.
+The families of models that a GPT here can be read from, by the model_type of their config.json: what that says in the
+fields of GPTConfig, what in it cannot be represented, and which family computes what a GPT computes.
 
 Sources: configuration_*.py and modeling_*.py of each family in https://github.com/huggingface/transformers.
 """

@@ -15,7 +15,6 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     there. Returns the kind of its tokenizer, see `add_gguf_tokenizer`.
 
     type: 'f32', or 'q8_0': matrices in 8 bits, 32 numbers to a scale. Positions, biases and norms stay float32.
-
     llama.cpp differs from the model in its GELU, in windows and at the end of the context: docs/SERVING.md says how.
     ValueError for a model, a type or a tokenizer that llama.cpp has no place for, for a tokenizer with more tokens than
     the model, if path is a file of another format, and if gguf is not installed.

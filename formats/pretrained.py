@@ -140,7 +140,6 @@ class Files:
         self.config, self.is_gpt2 = read_downloaded(self.where), is_gpt2
 
     def tokenizer_state(self):
-        """The state of its tokenizer."""
         return GPT2 if self.is_gpt2 else state_of_dataset(self.folder)
 
     @cached_property
