@@ -15,10 +15,9 @@ import torch
 
 from inputs import check_sampling
 
-# columns of the settings of a sequence, in this order
-NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty')
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
                 repetition_penalty=1.0)
+NAMES = tuple(DEFAULTS)  # columns of the settings of a sequence, in this order
 GOLDEN, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0
 
@@ -157,14 +156,10 @@ def draw_alike(logits, temperature, top_k, top_p, min_p, seeds, numbers):
 
 def kept_by_top_k(logits, k):
     """The logits (B, n) that are at least the k-th largest of their row, and their token ids, in ascending order."""
-    kth = logits.topk(k).values[:, -1:]
-    kept = logits >= kth
-    counts = kept.sum(dim=-1)
-    n = int(counts.max())
-    if (counts == n).all():
-        tokens = kept.nonzero()[:, 1].view(-1, n)
-    else:  # equal logits at the border
-        tokens = kept.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[:, :n]
+    top = logits.topk(k)
+    kth = top.values[:, -1:]
+    n = int((logits >= kth).sum(dim=-1).max())  # more than k where others are equal to the k-th
+    tokens = (top if n == k else logits.topk(n)).indices.sort(dim=-1).values
     found = logits.gather(-1, tokens)
     return found.masked_fill(found < kth, -math.inf), tokens
 
