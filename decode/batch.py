@@ -157,19 +157,13 @@ def step_slots(config, batch):
     first = np.maximum(end - n_new - config.window + 1, config.n_sink) if config.window else np.zeros_like(end)
     of_run = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     position, slot, n = np.concatenate(tables).T
-    parts = [(np.maximum(position, first[of_run]), np.minimum(position + n, end[of_run]))]
-    if config.n_sink:
-        parts.insert(0, (position, np.minimum(np.minimum(position + n, config.n_sink), end[of_run])))
-    found = []
-    for low, high in parts:
-        n_keys = np.maximum(high - low, 0)
-        offset = np.arange(n_keys.sum()) - np.repeat(n_keys.cumsum() - n_keys, n_keys)  # 0, 1, ... within each run
-        found.append((np.repeat(of_run, n_keys), np.repeat(low, n_keys) + offset,
-                      np.repeat(slot + low - position, n_keys) + offset))
-    seq, position, slot = (np.concatenate(each) for each in zip(*found)) if len(found) > 1 else found[0]
-    if len(found) > 1:
-        order = seq.argsort(kind='stable')
-        seq, position, slot = seq[order], position[order], slot[order]
+    n_keys = np.clip(end[of_run] - position, 0, n)
+    offset = np.arange(n_keys.sum()) - np.repeat(n_keys.cumsum() - n_keys, n_keys)  # 0, 1, ... within each run
+    seq, position, slot = np.repeat((of_run, position, slot), n_keys, axis=1)
+    position, slot = position + offset, slot + offset
+    if config.window:
+        seen = (position >= first[seq]) | (position < config.n_sink)
+        seq, position, slot = seq[seen], position[seen], slot[seen]
     n_keys = np.bincount(seq, minlength=len(tables))
     n_seen = end - first + np.minimum(config.n_sink, first)
     if (n_keys != n_seen).any():
