@@ -13,11 +13,10 @@ from decode.batch import NotNumbers, Refused, SequenceOutput
 from decode.choice import StepChoice
 from decode.kernel import layout
 from decode.kernel.building import compile_beside
-from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
 from decode.kernel.linears import PREFETCHING_ROWS
 from decode.kernel.sampling import DRAW
 from decode.kernel.step import step, team_for, workers
-from decode.kernel.threads import LINE, aligned, n_cores
+from decode.kernel.threads import n_cores
 from decode.tables import DrawTable, StepTables, check_layers
 from decode.weights import CACHED, PREFETCHED, WEIGHTS, PackedWeights, check_model, padded
 from device import torch_on_one_thread
@@ -63,8 +62,6 @@ class CPUExecutor:
         self.name = (f"numba on the CPU, {weights} weights, {'' if self.fixed or self.n_threads == 1 else 'up to '}"
                      f"{self.n_threads} thread{'s' * (self.n_threads > 1)}")
         self.vocab_size, self.shape = c.vocab_size, shape_of(c)
-        self.counters = {layout.BARRIER: aligned(LINE, np.int64),
-                         layout.CLAIMS: aligned((c.n_layer * LINEARS_PER_LAYER + 1, LINE), np.int64)}
         self.layers, self.draws = (), DrawTable(c.vocab_size)
         compile_beside(DRAW, BESIDE)
         self.pack()
@@ -144,11 +141,8 @@ class CPUExecutor:
         sequences, R, made = [batch.sequences[i] for i in going], len(going), 0
         tables, tokens = self.tables_for(R, R), np.empty((n + 1, R), np.int64)
         tokens[0] = newest
-        tables.positions[:R] = batch.positions[going] + done
-        tables.runs[:R], tables.n_runs[:R] = [s.runs.address for s in sequences], [s.runs.n for s in sequences]
-        tables.query_starts[:R + 1], tables.wanted[:R] = np.arange(R + 1), np.arange(R)
-        tables.set_sizes(R, R, R)
-        tables.memory[TOKENS], tables.memory[LOGITS] = tokens.ctypes.data, logits.data_ptr()
+        tables.describe(tokens.ctypes.data, batch.positions[going] + done, np.arange(R + 1), sequences, np.arange(R))
+        tables.memory[layout.LOGITS] = logits.data_ptr()
         tables.sizes[layout.LOGITS_STEP] = 4 * R * self.vocab_size if len(logits) > 1 else 0
         tables.memory[layout.DRAW] = DRAW.address
         tables.memory[layout.DRAW_DATA] = self.draws.describe(sequences, done, batch.return_soon, batch.until)
@@ -171,8 +165,7 @@ class CPUExecutor:
             n_rows, n_seq = padded(n_rows, 8), padded(n_seq, 8)
             if t:
                 n_rows, n_seq = max(n_rows, t.n_rows), max(n_seq, t.n_seq)
-            self.tables = StepTables(self.packed, self.layers, self.counters, n_rows, n_seq, min(n_rows, CHUNK),
-                                     self.most_threads)
+            self.tables = StepTables(self.packed, self.layers, n_rows, n_seq, min(n_rows, CHUNK), self.most_threads)
         return self.tables
 
     def logits_of(self, batch, tokens, positions, counts, wanted, way=None):
@@ -181,29 +174,21 @@ class CPUExecutor:
         many of the new tokens each. A step of more than CHUNK rows is several, which are checked before the first one.
         way: of a `StepChoice`, by default what `choice` has found.
         """
-        N, S, runs = len(tokens), len(counts), [s.runs for s in batch.sequences]
+        N, S, address = len(tokens), len(counts), tokens.ctypes.data
         logits = torch.empty(len(wanted), self.vocab_size, **OF_LOGITS)
         tables = self.tables_for(N, S)
         starts = np.fromiter(accumulate(counts, initial=0), np.int64, S + 1)
-        addresses, n_runs = np.array([r.address for r in runs]), np.array([r.n for r in runs])
         tables.ask_for(0)
         if N > CHUNK:
-            tables.query_starts[:S + 1], tables.runs[:S], tables.n_runs[:S] = starts, addresses, n_runs
-            tables.positions[:N] = positions
-            tables.set_sizes(N, S, 0)
-            tables.memory[TOKENS] = tokens.ctypes.data
+            tables.describe(address, positions, starts, batch.sequences, ())
             self.refuse(step(*tables.addresses, 0, workers.address))
         for row in range(0, N, CHUNK):
             end = min(row + CHUNK, N)
             a, b = np.searchsorted(starts, row, 'right') - 1, np.searchsorted(starts, end)
             first, last = np.searchsorted(wanted, (row, end))
-            tables.query_starts[:b - a + 1] = np.clip(starts[a:b + 1], row, end) - row
-            tables.positions[:end - row] = positions[row:end]
-            tables.runs[:b - a], tables.n_runs[:b - a] = addresses[a:b], n_runs[a:b]
-            tables.wanted[:last - first] = wanted[first:last] - row
-            tables.set_sizes(end - row, b - a, last - first)
-            tables.memory[TOKENS] = tokens.ctypes.data + 8 * row
-            tables.memory[LOGITS] = logits.data_ptr() + 4 * self.vocab_size * int(first)
+            tables.describe(address + 8 * row, positions[row:end], np.clip(starts[a:b + 1], row, end) - row,
+                            batch.sequences[a:b], wanted[first:last] - row)
+            tables.memory[layout.LOGITS] = logits.data_ptr() + 4 * self.vocab_size * int(first)
             n, choice = self.threads_for(end - row, way)
             began = time.perf_counter_ns()
             # a prefill counts, though it follows a pause

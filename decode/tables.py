@@ -4,9 +4,9 @@ import numpy as np
 from decode.kernel import layout, sampling
 from decode.kernel.attention import ATTENTION_ON, KINDS
 from decode.kernel.attention_tile import EIGHT, N_WEIGHED
-from decode.kernel.layout import GROUP, SCALE_GROUP
+from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, SCALE_GROUP
 from decode.kernel.step import PART_ON
-from decode.kernel.threads import aligned, n_cores
+from decode.kernel.threads import LINE, aligned, n_cores
 from decode.kernel.vectors import LANES
 from decode.weights import padded
 
@@ -18,15 +18,15 @@ def most_keys(config):
 
 def inputs_of(config, n_rows, n_seq):
     """
-    The arrays that tell a step of up to n_rows tokens of up to n_seq sequences what to compute, and its list of slots:
-    {index: array}.
+    The arrays that tell a step of up to n_rows tokens of up to n_seq sequences what to compute, its list of slots, and
+    the counters by which its threads wait for each other: {index: array}.
     """
-    n_entries = n_seq * most_keys(config) + n_rows
-    return {layout.POSITIONS: aligned(n_rows, np.int64), layout.SEQ_OF_ROW: aligned(n_rows, np.int64),
-            layout.QUERY_STARTS: aligned(n_rows + 1, np.int64), layout.WANTED: aligned(n_rows, np.int64),
-            layout.RUNS: aligned(n_rows, np.int64), layout.N_RUNS: aligned(n_rows, np.int64),
-            layout.REFUSED_AT: aligned(2, np.int64), layout.OFFSETS: aligned(n_entries, np.int64),
-            layout.SEQUENCES: aligned((n_rows, layout.N_SEQUENCE_COLUMNS), np.int64)}
+    shapes = {layout.POSITIONS: n_rows, layout.SEQ_OF_ROW: n_rows, layout.QUERY_STARTS: n_seq + 1,
+              layout.WANTED: n_rows, layout.RUNS: n_seq, layout.N_RUNS: n_seq, layout.REFUSED_AT: 2,
+              layout.OFFSETS: n_seq * most_keys(config) + n_rows,
+              layout.SEQUENCES: (n_seq, layout.N_SEQUENCE_COLUMNS),
+              layout.BARRIER: LINE, layout.CLAIMS: (config.n_layer * LINEARS_PER_LAYER + 1, LINE)}
+    return {index: aligned(shape, np.int64) for index, shape in shapes.items()}
 
 
 def activations_of(config, n_rows):
@@ -79,16 +79,15 @@ def addresses_of(layers):
 class StepTables:
     """
     The tables `memory` and `sizes` of an executor's steps of up to n_rows tokens of n_seq sequences, n_at_once tokens
-    at a time. packed: its `PackedWeights`. layers: its slots, which must live as long. counters: {index into memory:
-    array}, by which the threads wait for each other.
+    at a time. packed: its `PackedWeights`. layers: its slots, which must live as long.
 
     The tables hold addresses of arrays, and this object keeps those arrays alive. An executor that needs larger tables
     makes a new object.
     """
 
-    def __init__(self, packed, layers, counters, n_rows, n_seq, n_at_once, n_threads):
+    def __init__(self, packed, layers, n_rows, n_seq, n_at_once, n_threads):
         self.n_rows, self.n_seq, c, k = n_rows, n_seq, packed.config, layers[0].k
-        self.arrays = counters | packed.arrays | inputs_of(c, n_rows, n_seq) | activations_of(c, n_at_once) | {
+        self.arrays = packed.arrays | inputs_of(c, n_rows, n_seq) | activations_of(c, n_at_once) | {
             layout.KV_ARRAYS: addresses_of(layers)}
         self.scratch = [scratch_of(c, n_at_once) for _ in range(n_threads)]
         self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH * n_threads, np.int64)
@@ -109,8 +108,16 @@ class StepTables:
             self.arrays[index] for index in (layout.POSITIONS, layout.QUERY_STARTS, layout.WANTED, layout.RUNS,
                                              layout.N_RUNS, layout.REFUSED_AT))
 
-    def set_sizes(self, n_rows, n_seq, n_wanted):
-        """Write the sizes of a step."""
+    def describe(self, tokens_at, positions, starts, sequences, wanted):
+        """
+        Write what a step computes. tokens_at: the address of the new tokens. starts: the first row of each of the
+        sequences, and the number of rows. wanted: rows.
+        """
+        n_rows, n_seq, n_wanted = len(positions), len(sequences), len(wanted)
+        self.memory[layout.TOKENS] = tokens_at
+        self.positions[:n_rows], self.query_starts[:n_seq + 1], self.wanted[:n_wanted] = positions, starts, wanted
+        self.runs[:n_seq] = [s.runs.address for s in sequences]
+        self.n_runs[:n_seq] = [s.runs.n for s in sequences]
         self.sizes[layout.N_ROWS], self.sizes[layout.N_SEQ], self.sizes[layout.N_WANTED] = n_rows, n_seq, n_wanted
 
     def ask_for(self, n_steps):
