@@ -50,10 +50,6 @@ def check_model(model):
     of_heads = [norm for b in blocks for norm in (b.attn.q_norm, b.attn.k_norm)] if c.qk_norm else []
     if len({norm.eps for norm in norms_of(model) + of_heads}) > 1:
         raise ValueError(f"the CPU executor expects one eps for all norms, and this model has several: {REFUSED}")
-    for i, block in enumerate(blocks if c.mlp == 'swiglu' else ()):
-        if (block.mlp.c_gate.bias is None) != (block.mlp.c_fc.bias is None):
-            raise ValueError("the CPU executor expects biases of both c_gate and c_fc, or of neither, but block "
-                             f"{i} has one of them: {REFUSED}")
     for name, p in model.named_parameters():
         on_cpu = p.device.type == 'cpu' or hasattr(p, 'read')  # or it will be: see `loaded`
         if p.dtype not in MODEL_DTYPES or not on_cpu or not p.is_contiguous():
@@ -83,31 +79,30 @@ def shape_of(p):
 
 def linears_of(model, loaded=loaded):
     """
-    (weight (rows, K), bias (rows) or None) of every linear, in the order of layout.py. They are loaded one by one.
+    (weight (rows, K), bias (rows)) of every linear, in the order of layout.py. They are loaded one by one.
 
     c_attn is two linears: the queries of all heads, then the keys and values of each head. The rows of every head are
     padded to a multiple of LANES, so that each thread can compute some of the heads. c_gate and c_fc are one linear:
     LANES rows of one and of the other take turns.
     """
+    def of(linear):
+        no_bias = torch.zeros(linear.out_features, dtype=linear.weight.dtype, device='cpu')
+        return loaded(linear.weight), no_bias if linear.bias is None else linear.bias
+
     c = model.config
     pad = padded(c.head_dim, LANES) - c.head_dim
     for block in model.transformer.h:
-        weight, bias = loaded(block.attn.c_attn.weight), block.attn.c_attn.bias
-        heads = F.pad(weight.unflatten(0, (-1, c.head_dim)), (0, 0, 0, pad))  # (heads, head_dim padded, C)
-        biases = None if bias is None else F.pad(bias.unflatten(0, (-1, c.head_dim)), (0, pad))
-        yield heads[:c.n_head].flatten(0, 1), None if bias is None else biases[:c.n_head].flatten()
-        k_and_v = heads[c.n_head:].unflatten(0, (2, -1)).transpose(0, 1)  # (n_kv_head, 2, ...)
-        yield k_and_v.flatten(0, 2), None if bias is None else biases[c.n_head:].unflatten(0, (2, -1)).transpose(
-            0, 1).flatten()
-        yield loaded(block.attn.c_proj.weight), block.attn.c_proj.bias
-        mlp = block.mlp
+        heads = [F.pad(p.unflatten(0, (-1, c.head_dim)), (0, 0) * (p.dim() - 1) + (0, pad))
+                 for p in of(block.attn.c_attn)]  # (heads, head_dim padded, C) and (heads, head_dim padded)
+        yield [p[:c.n_head].flatten(0, 1) for p in heads]
+        yield [p[c.n_head:].unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 2) for p in heads]  # (n_kv_head, 2, ...)
+        yield of(block.attn.c_proj)
         if c.mlp == 'swiglu':
-            yield in_turns(loaded(mlp.c_gate.weight), loaded(mlp.c_fc.weight)), (
-                None if mlp.c_fc.bias is None else in_turns(mlp.c_gate.bias, mlp.c_fc.bias))
+            yield [in_turns(gate, up) for gate, up in zip(of(block.mlp.c_gate), of(block.mlp.c_fc))]
         else:
-            yield loaded(mlp.c_fc.weight), mlp.c_fc.bias
-        yield loaded(mlp.c_proj.weight), mlp.c_proj.bias
-    yield loaded(model.lm_head.weight), None
+            yield of(block.mlp.c_fc)
+        yield of(block.mlp.c_proj)
+    yield of(model.lm_head)
 
 
 def in_turns(gate, up):
@@ -284,9 +279,7 @@ class PackedWeights:
         of_table, (w, bias), squares = linear
         at, K = int(of_table[layout.FIRST_WEIGHT]), int(of_table[layout.N_INPUTS])
         row, n = int(of_table[layout.FIRST_PANEL]) * LANES, int(of_table[layout.N_PANELS]) * LANES
-        self.bias[row:row + n] = 0
-        if bias is not None:
-            self.bias[row:row + len(bias)] = bias.float()
+        self.bias[row:row + len(bias)] = bias.float()
         if squares is not None:
             squares = F.pad(squares, (0, K - len(squares)))
         for first in range(0, n, ROWS_AT_ONCE):

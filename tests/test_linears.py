@@ -61,7 +61,7 @@ class Packed:
     def __init__(self, weights, shapes):
         torch.manual_seed(0)
         self.weights, self.n_rows = weights, max(ROWS)
-        self.linears = [(torch.randn(n, k) * torch.rand(n, 1), torch.randn(n) if n % 2 else None) for n, k in shapes]
+        self.linears = [(torch.randn(n, k) * torch.rand(n, 1), torch.randn(n) * (n % 2)) for n, k in shapes]
         for w, _ in self.linears:  # the largest bytes beside each other
             w[0], w[1] = 1, torch.arange(w.size(1)) % 2 * 2.0 - 1
         c = GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8, n_inner=max(k for _, k in shapes))
@@ -140,7 +140,7 @@ class Packed:
             peak, largest = groups.abs().amax(dim=2, keepdim=True), torch.tensor(127.0)
             whole = torch.where(peak < 1e-36, 0, (groups * (largest / peak)).round())  # 127 / peak overflows there
             x = (whole.double() * (peak / largest)).flatten(1)[:, :w.size(1)]
-        w, bias = w.double(), 0 if bias is None else bias.double()
+        w, bias = w.double(), bias.double()
         bound = (x.abs() @ w.abs().t() + abs(bias)) * (x.size(1) + 4) * 2.0**-24
         return x @ w.t() + bias, bound
 
