@@ -156,10 +156,12 @@ def draw_alike(logits, temperature, top_k, top_p, min_p, seeds, numbers):
 
 def kept_by_top_k(logits, k):
     """The logits (B, n) that are at least the k-th largest of their row, and their token ids, in ascending order."""
-    top = logits.topk(k)
-    kth = top.values[:, -1:]
-    n = int((logits >= kth).sum(dim=-1).max())  # more than k where others are equal to the k-th
-    tokens = (top if n == k else logits.topk(n)).indices.sort(dim=-1).values
+    top, n = logits.topk(min(k + 1, logits.size(-1))), k
+    kth = top.values[:, k - 1:k]
+    if (top.values[:, k:] == kth).any():  # topk has any of those equal ones
+        n = int((logits >= kth).sum(dim=-1).max())
+        top = logits.topk(n)
+    tokens = top.indices[:, :n].sort(dim=-1).values
     found = logits.gather(-1, tokens)
     return found.masked_fill(found < kth, -math.inf), tokens
 
@@ -206,11 +208,6 @@ def log_probabilities(logits, tokens, k):
 
 def likeliest(logits, k):
     """The k largest of each row of logits (n, vocab_size), int64 (n, k); of equal ones the first comes first."""
-    values, tokens = logits.topk(min(k + 1, logits.size(-1)))
-    tokens = tokens[:, :k].sort(dim=-1).values
-    order = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True).indices
-    tokens = tokens.gather(-1, order)
-    if 0 < k < values.size(-1):
-        for i in (values[:, k - 1] == values[:, k]).nonzero().flatten().tolist():  # topk has any of those equal ones
-            tokens[i] = logits[i].sort(descending=True, stable=True).indices[:k]
-    return tokens
+    found, tokens = kept_by_top_k(logits, min(max(k, 1), logits.size(-1)))
+    order = found.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return tokens.gather(-1, order)
