@@ -16,7 +16,7 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from decode.kernel import layout
+from decode.kernel import emit, layout
 from decode.kernel.attention_tile import (
     EIGHT,
     N_SCORED,
@@ -27,30 +27,18 @@ from decode.kernel.attention_tile import (
     weigh_tile,
 )
 from decode.kernel.building import CFunction
+from decode.kernel.emit import FLOATS, I8, I64, INTS, address, broadcast, instruction
 from decode.kernel.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD
 from decode.kernel.norms import head_norm
 from decode.kernel.threads import share
 from decode.kernel.vectors import (
-    FLOATS,
-    I8,
-    I64,
-    INTS,
     LANES,
     absolute,
-    address,
-    broadcast,
-    bytes_of,
     constant,
-    emit_fma,
-    emit_load,
-    emit_load_first,
-    emit_store_first,
-    emit_sum,
     exp,
     floats,
     floats_at,
     fma,
-    instruction,
     lanes_from,
     larger,
     load,
@@ -91,19 +79,19 @@ SHIFT = KV_GROUP.bit_length() - 1  # from the index of a number to that of its s
 def to_floats(builder, codes, scales, i):
     """Stored numbers as float32: those of int8 times the scale of number i."""
     if codes.type.element == I8:
-        scale = emit_load(builder, address(builder, scales, builder.lshr(i, I64(SHIFT))))
+        scale = emit.load(builder, address(builder, scales, builder.lshr(i, I64(SHIFT))))
         return builder.fmul(builder.sitofp(builder.sext(codes, INTS), FLOATS), broadcast(builder, scale))
     return codes
 
 
 def emit_load_stored(builder, array, scales, i):
     vector = ir.VectorType(array.type.pointee, LANES)
-    codes = emit_load(builder, address(builder, array, i, vector), bytes_of(vector.element))
+    codes = emit.load(builder, address(builder, array, i, vector), emit.bytes_of(vector.element))
     return to_floats(builder, codes, scales, i)
 
 
 def emit_load_stored_first(builder, array, scales, i, n):
-    return to_floats(builder, emit_load_first(builder, array, i, n), scales, i)
+    return to_floats(builder, emit.load_first(builder, array, i, n), scales, i)
 
 
 @instruction(floats)
@@ -123,7 +111,7 @@ def positions_of_rows(n):
     @instruction(types.UniTuple(types.int64, n))
     def positions(builder, i, offsets, key):
         """Rows at i + offsets[key], i + offsets[key + 1], ..."""
-        return [builder.add(i, emit_load(builder, address(builder, offsets, builder.add(key, I64(r))), 8))
+        return [builder.add(i, emit.load(builder, address(builder, offsets, builder.add(key, I64(r))), 8))
                 for r in range(n)]
     return positions
 
@@ -132,24 +120,24 @@ def positions_of_rows(n):
 def dot_rows(builder, sums, array, scales, at, v):
     """sums[r] + array[at[r] : + LANES] * v, for each row r"""
     rows = [emit_load_stored(builder, array, scales, i) for i in at]
-    return [emit_fma(builder, row, v, s) for row, s in zip(rows, sums)]
+    return [emit.fma(builder, row, v, s) for row, s in zip(rows, sums)]
 
 
 @instruction()
 def add_rows(builder, sums, array, scales, at, p, j):
     """sums[8 * n + r] + array[at[r] + n * LANES : + LANES] * p[j + r], for each of eight rows r and each n"""
-    weights = [broadcast(builder, emit_load(builder, address(builder, p, builder.add(j, I64(r))))) for r in range(8)]
+    weights = [broadcast(builder, emit.load(builder, address(builder, p, builder.add(j, I64(r))))) for r in range(8)]
     for s in range(len(sums)):
         i = builder.add(at[s % 8], I64(s // 8 * LANES))
         row = emit_load_stored(builder, array, scales, i)
-        sums[s] = emit_fma(builder, row, weights[s % 8], sums[s])
+        sums[s] = emit.fma(builder, row, weights[s % 8], sums[s])
     return sums
 
 
 @instruction()
 def add_totals(builder, sums, eights):
     """sums[m] + the sum of the eight vectors 8 * m to 8 * m + 7 of eights, for each m"""
-    return [builder.fadd(s, emit_sum(builder, eights[8 * m:8 * m + 8])) for m, s in enumerate(sums)]
+    return [builder.fadd(s, emit.tree_sum(builder, eights[8 * m:8 * m + 8])) for m, s in enumerate(sums)]
 
 
 @instruction()
@@ -159,7 +147,7 @@ def add_row(builder, sums, array, scales, i, n, p):
     for m in range(len(sums)):
         before = I64(m * LANES)
         row = emit_load_stored_first(builder, array, scales, builder.add(i, before), builder.sub(n, before))
-        sums[m] = emit_fma(builder, row, weight, sums[m])
+        sums[m] = emit.fma(builder, row, weight, sums[m])
     return sums
 
 
@@ -168,7 +156,7 @@ def store_row(builder, array, i, sums, factor, n):
     """array[i : i + n] = sums * factor"""
     for m, v in enumerate(sums):
         before = I64(m * LANES)
-        emit_store_first(builder, array, builder.add(i, before), builder.fmul(v, factor), builder.sub(n, before))
+        emit.store_first(builder, array, builder.add(i, before), builder.fmul(v, factor), builder.sub(n, before))
 
 
 @instruction(types.UniTuple(floats, LANES))
@@ -176,7 +164,7 @@ def load_rows(builder, array, scales, i, offsets, key, last):
     """array[i + offsets[k] : + LANES] for LANES keys k from `key` on; `last` takes the place of those after it."""
     keys = [builder.add(key, I64(r)) for r in range(LANES)]
     keys = [builder.select(builder.icmp_signed('<', k, last), k, last) for k in keys]
-    at = [builder.add(i, emit_load(builder, address(builder, offsets, k), 8)) for k in keys]
+    at = [builder.add(i, emit.load(builder, address(builder, offsets, k), 8)) for k in keys]
     return [emit_load_stored(builder, array, scales, i) for i in at]
 
 

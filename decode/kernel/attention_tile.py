@@ -10,20 +10,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from decode.kernel.vectors import (
-    FLOATS,
-    I64,
-    INTS,
-    LANES,
-    address,
-    broadcast,
-    emit_fma,
-    emit_load,
-    instruction,
-    load,
-    njit,
-    same,
-)
+from decode.kernel import emit
+from decode.kernel.emit import FLOATS, I64, INTS, LANES, address, broadcast, instruction, njit, same
+from decode.kernel.vectors import load
 
 N_SCORED = 4            # queries of a tile of scores: the sums that wait to be folded fit the registers
 N_WEIGHED = LANES // 2  # queries of a tile of weighted values, of two vectors each: their sums fill half the registers
@@ -56,7 +45,7 @@ def places(builder, i, rows, stride):
 
 
 def broadcast_at(builder, array, i):
-    return broadcast(builder, emit_load(builder, address(builder, array, i)))
+    return broadcast(builder, emit.load(builder, address(builder, array, i)))
 
 
 @instruction(types.void)
@@ -74,11 +63,11 @@ def score_tile(builder, q, q_at, q_stride, n, keys, keys_at, n_chain, scores, to
         with cgutils.for_range(builder, n_chain) as loop:
             number = builder.add(builder.mul(n_chain, I64(lane)), loop.index)
             at = builder.add(keys_at, builder.mul(number, I64(LANES)))
-            k = emit_load(builder, address(builder, keys, at, FLOATS))
+            k = emit.load(builder, address(builder, keys, at, FLOATS))
             channel = builder.add(builder.mul(loop.index, I64(LANES)), I64(lane))
             for s, row in zip(sums, q_rows):
                 x = broadcast_at(builder, q, builder.add(row, channel))
-                builder.store(emit_fma(builder, k, x, builder.load(s)), s)
+                builder.store(emit.fma(builder, k, x, builder.load(s)), s)
         return [builder.load(s) for s in sums]
 
     def fold(lane, step):
@@ -102,12 +91,12 @@ def weigh_tile(builder, values, at, value_stride, n_values, weights, w, w_stride
     totals = [[cgutils.alloca_once_value(builder, same(0.0, FLOATS)) for _ in range(2)] for _ in rows]
     with cgutils.for_range(builder, n_values) as loop:
         first = builder.add(at, builder.mul(loop.index, value_stride))
-        pair = [emit_load(builder, address(builder, values, builder.add(first, I64(m * LANES)), FLOATS))
+        pair = [emit.load(builder, address(builder, values, builder.add(first, I64(m * LANES)), FLOATS))
                 for m in range(2)]
         for row, of_row in zip(rows, totals):
             p = broadcast_at(builder, weights, builder.add(row, builder.mul(loop.index, I64(EIGHT))))
             for v, s in zip(pair, of_row):
-                builder.store(emit_fma(builder, v, p, builder.load(s)), s)
+                builder.store(emit.fma(builder, v, p, builder.load(s)), s)
     for number, s in enumerate(s for of_row in totals for s in of_row):
         place = builder.add(to, I64(number * EIGHT * LANES))
         builder.store(builder.load(s), address(builder, sums, place, FLOATS)).align = 4

@@ -22,8 +22,8 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.runtime import rtsys
 
+from decode.kernel.emit import I64, instruction
 from decode.kernel.threads import n_cores
-from decode.kernel.vectors import I64, instruction
 
 NOTICE = "compiling the decode step for this machine, which takes up to a minute; the next start finds it on disk ..."
 LONGEST_WAIT = 300  # seconds for another process that compiles the same; then this one compiles it too

@@ -34,54 +34,18 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from decode.kernel import layout
+from decode.kernel import emit, layout
+from decode.kernel.emit import ARM, F32, FLOATS, I8, I16, I32, I64, INTS, LANES, address, instruction, njit, same
 from decode.kernel.layout import GROUP, SCALE_GROUP, SHEET, SUMMED_ROWS
 from decode.kernel.threads import LINE, claim, share
-from decode.kernel.vectors import (
-    ARM,
-    F32,
-    FLOATS,
-    I1,
-    I8,
-    I16,
-    I32,
-    I64,
-    INTS,
-    LANES,
-    address,
-    broadcast,
-    bytes_of,
-    call,
-    constant,
-    emit_fma,
-    emit_larger,
-    emit_load,
-    emit_load_in_order,
-    emit_store_bytes,
-    features,
-    fma,
-    fold_each,
-    gelu,
-    gelu_tanh,
-    instruction,
-    load,
-    njit,
-    padded,
-    same,
-    silu,
-    store,
-    store_first,
-    sum_lanes,
-    to_ints,
-    widened,
-)
+from decode.kernel.vectors import constant, fma, gelu, gelu_tanh, load, padded, silu, store, store_first, sum_lanes
 
 # How the products of four bytes are added to an int32. VNNI has one instruction, for unsigned times signed bytes; ARM
 # has one for signed bytes, sdot. AVX2 has one for pairs, in 16 bits that must not overflow: the size of a byte times
 # the other one with its sign. Elsewhere bytes are shifted out of their numbers.
 VNNI = {8: 'avxvnni', 16: 'avx512vnni'}[LANES]
-DOT = ('vnni' if features.get(VNNI) else 'avx2' if LANES == 8 and features.get('avx2')
-       else 'sdot' if features.get('dotprod') else 'shifts')
+DOT = ('vnni' if emit.features.get(VNNI) else 'avx2' if LANES == 8 and emit.features.get('avx2')
+       else 'sdot' if emit.features.get('dotprod') else 'shifts')
 ADDED = 128 if DOT in ('vnni', 'shifts') else 0  # to int8 weights, so that they are unsigned
 BYTES, SHORTS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
 INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4, I32: 8}  # of packed weights, by their type; int4 are packed as uint32
@@ -173,7 +137,7 @@ def tile_function(module, element, n_rows, n, pointers):
     """The function of a compiled module for a tile of n_rows rows, n panels at once."""
     name = f'decode_tile_{n_rows}x{n}_{element.intrinsic_name}'
     if name not in module.globals:
-        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [*pointers, I64, I64, I1]), name)
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [*pointers, I64, I64, emit.I1]), name)
         function.linkage = 'linkonce_odr'
         function.attributes.add('noinline')  # copies of all tiles at each call would take a minute to compile
         builder = ir.IRBuilder(function.append_basic_block())
@@ -189,7 +153,7 @@ class Tile:
     def __init__(self, builder, element, n_rows, n, first, args):
         self.builder, self.inputs, self.n_rows, self.n, self.first = (
             builder, INPUTS_PER_VECTOR[element], n_rows, n, first)
-        self.of_vector = 4 * LANES // bytes_of(element)  # elements
+        self.of_vector = 4 * LANES // emit.bytes_of(element)  # elements
         self.of_group = ELEMENTS[element] * LANES * SHEET
         self.w, self.ahead, self.x, self.scales, self.of_groups, self.sums, self.stride, self.n_inputs, self.more = args
         self.cells = list(product(range(n_rows), range(n)))
@@ -205,7 +169,7 @@ class Tile:
     def emit(self):
         builder = self.builder
         places = [self.at(self.sums, FLOATS, (r * SHEET + self.first + p) * LANES) for r, p in self.cells]
-        begun = [builder.select(self.more, emit_load(builder, place), same(0.0, FLOATS)) for place in places]
+        begun = [builder.select(self.more, emit.load(builder, place), same(0.0, FLOATS)) for place in places]
         sums = [cgutils.alloca_once_value(builder, v) for v in begun]
         self.is_ahead = builder.icmp_unsigned('!=', self.ahead, self.w)
         if self.inputs >= 4:
@@ -227,7 +191,8 @@ class Tile:
             with self.builder.if_then(self.is_ahead):
                 for first in range(0, n, 16 * self.of_vector // LANES):  # a line has 64 bytes
                     at = self.at(self.ahead, I8, (i, n), first)
-                    call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), at, I32(0), I32(level), I32(1))  # read, data
+                    read, data = I32(0), I32(1)
+                    emit.call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), at, read, I32(level), data)
 
     def load_vectors(self, i, *behind):
         """
@@ -238,7 +203,7 @@ class Tile:
         times in int4. (ARM has one instruction for two loads beside each other, which LLVM may then not use.)
         """
         as_type = FLOATS if self.inputs == 1 else INTS
-        load_vector = emit_load_in_order if self.inputs >= 4 and self.n == SHEET and not ARM else emit_load
+        load_vector = emit.load_in_order if self.inputs >= 4 and self.n == SHEET and not ARM else emit.load
         at = [self.at(self.w, as_type, (i, SHEET * self.of_vector), (self.first + p) * self.of_vector, *behind)
               for p in range(self.n)]
         return [load_vector(self.builder, p) for p in at]
@@ -251,7 +216,7 @@ class Tile:
         for r, k in product(range(self.n_rows), range(len(weights[0]))):
             in_bytes = self.inputs >= 4
             at = self.at(self.x, I32 if in_bytes else F32, (self.stride, r), *first_input, 4 * k if in_bytes else k)
-            x = broadcast(builder, emit_load(builder, at))
+            x = emit.broadcast(builder, emit.load(builder, at))
             for p in range(self.n):
                 s, w = sums[r * self.n + p], weights[p][k]
                 v = builder.load(s)
@@ -260,7 +225,7 @@ class Tile:
                 elif in_bytes:
                     v = dot_bytes(builder, v, w, x)
                 else:
-                    v = emit_fma(builder, w, x, v)
+                    v = emit.fma(builder, w, x, v)
                 builder.store(v, s)
 
     def add_groups(self, totals):
@@ -278,12 +243,12 @@ class Tile:
             self.sum_products(sums, group, half, builder.mul(group, I64(GROUP // 4)), behind)
             for c, (s, (r, _)) in enumerate(zip(sums, self.cells)):
                 v, scale = builder.sitofp(builder.load(s), FLOATS), self.of_row(self.scales, group, half, r)
-                scaled[c] = emit_fma(builder, v, scale, scaled[c]) if half else builder.fmul(v, scale)
+                scaled[c] = emit.fma(builder, v, scale, scaled[c]) if half else builder.fmul(v, scale)
         at = [self.at(self.w, shorts, (group, SHEET * LANES * ELEMENTS[I8]), (self.first + p) * LANES * 2)
               for p in range(self.n)]
-        scales = [widened(builder, emit_load(builder, p, 2)) for p in at]
+        scales = [emit.widened(builder, emit.load(builder, p, 2)) for p in at]
         for v, total, (_, p) in zip(scaled, totals, self.cells):
-            builder.store(emit_fma(builder, v, scales[p], builder.load(total)), total)
+            builder.store(emit.fma(builder, v, scales[p], builder.load(total)), total)
 
     def add_int4_group(self, totals, sums, group):
         """For int4 a half has its own scale and low, and the low is multiplied by the sum of the half's inputs."""
@@ -294,8 +259,8 @@ class Tile:
             self.sum_products(sums, group, half, builder.add(first, I64(2)))
             for s, total, (r, p) in zip(sums, totals, self.cells):
                 v = builder.fmul(builder.sitofp(builder.load(s), FLOATS), scales[p][half])
-                v = emit_fma(builder, v, self.of_row(self.scales, group, half, r), builder.load(total))
-                v = emit_fma(builder, lows[p][half], self.of_row(self.of_groups, group, half, r), v)
+                v = emit.fma(builder, v, self.of_row(self.scales, group, half, r), builder.load(total))
+                v = emit.fma(builder, lows[p][half], self.of_row(self.of_groups, group, half, r), v)
                 builder.store(v, total)
 
     def sum_products(self, sums, group, half, first, behind=()):
@@ -311,7 +276,7 @@ class Tile:
         """The number of half a group of row r, in all lanes"""
         of_row = self.builder.udiv(self.stride, I64(SCALE_GROUP))
         at = self.at(numbers, None, (of_row, r), (group, GROUP // SCALE_GROUP), half)
-        return broadcast(self.builder, emit_load(self.builder, at))
+        return emit.broadcast(self.builder, emit.load(self.builder, at))
 
 
 def of_each_input(builder, v, inputs):
@@ -333,16 +298,16 @@ def dot_bytes(builder, sums, a, b):
     products of two bytes beside each other may add up to more than 32,767; with sdot the bytes of a are int8 too.
     """
     if DOT == 'vnni':
-        return call(builder, f'llvm.x86.avx512.vpdpbusd.{32 * LANES}', INTS, sums, a, b)
+        return emit.call(builder, f'llvm.x86.avx512.vpdpbusd.{32 * LANES}', INTS, sums, a, b)
     if DOT == 'avx2':
-        pairs = call(builder, 'llvm.x86.avx2.pmadd.ub.sw', SHORTS, *[builder.bitcast(v, BYTES) for v in (a, b)])
-        return builder.add(sums, call(builder, 'llvm.x86.avx2.pmadd.wd', INTS, pairs, same(1, SHORTS)))
+        pairs = emit.call(builder, 'llvm.x86.avx2.pmadd.ub.sw', SHORTS, *[builder.bitcast(v, BYTES) for v in (a, b)])
+        return builder.add(sums, emit.call(builder, 'llvm.x86.avx2.pmadd.wd', INTS, pairs, same(1, SHORTS)))
     if DOT == 'sdot':  # of four lanes
         halves, four, bytes_of_four = [], ir.VectorType(I32, 4), ir.VectorType(I8, 16)
         for first in range(0, LANES, 4):
             lanes = ir.Constant(four, list(range(first, first + 4)))
             of_sums, *of_bytes = (builder.shuffle_vector(v, v, lanes) for v in (sums, a, b))
-            halves.append(call(builder, 'llvm.aarch64.neon.sdot.v4i32.v16i8', four, of_sums,
+            halves.append(emit.call(builder, 'llvm.aarch64.neon.sdot.v4i32.v16i8', four, of_sums,
                                *[builder.bitcast(v, bytes_of_four) for v in of_bytes]))
         return builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
     for byte in range(4):
@@ -354,13 +319,13 @@ def dot_bytes(builder, sums, a, b):
 
 
 def size_of_bytes(builder, v):
-    return builder.bitcast(call(builder, 'llvm.abs.v32i8', BYTES, builder.bitcast(v, BYTES), I1(0)), INTS)
+    return builder.bitcast(emit.call(builder, 'llvm.abs.v32i8', BYTES, builder.bitcast(v, BYTES), emit.I1(0)), INTS)
 
 
 def with_signs(builder, v, of):
     """The bytes of v with the signs of those of `of` as factors: -1, 0 or 1."""
     v, of = (builder.bitcast(each, BYTES) for each in (v, of))
-    return builder.bitcast(call(builder, 'llvm.x86.avx2.psign.b', BYTES, v, of), INTS)
+    return builder.bitcast(emit.call(builder, 'llvm.x86.avx2.psign.b', BYTES, v, of), INTS)
 
 
 @instruction(types.void)
@@ -368,30 +333,30 @@ def round_inputs(builder, x, group, rounded, scales, starts, input_sums):
     """Round two groups of SCALE_GROUP inputs of x, from number `group` on, to int8; see prepare_rows."""
     first = builder.mul(group, I64(SCALE_GROUP))
     places = [[builder.add(first, I64(g * SCALE_GROUP + i)) for i in range(0, SCALE_GROUP, LANES)] for g in range(2)]
-    inputs = [[emit_load(builder, address(builder, x, place, FLOATS)) for place in of_group] for of_group in places]
+    inputs = [[emit.load(builder, address(builder, x, place, FLOATS)) for place in of_group] for of_group in places]
 
     def store_both(array, v):
         """array[group : group + 2] = the numbers of the groups, each of which is in half of the lanes of v"""
         v = builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(I32, 2), [0, LANES // 2]))
         builder.store(v, address(builder, array, group, v.type)).align = 4
 
-    larger, zero, whole_peak = partial(emit_larger, builder), same(0.0, FLOATS), same(127.0, FLOATS)
+    larger, zero, whole_peak = partial(emit.larger_ints, builder), same(0.0, FLOATS), same(127.0, FLOATS)
     # absolute values are compared by their bits, as int32: infinity is then above all numbers, and NaN above infinity
     sizes = [reduce(larger, [builder.and_(builder.bitcast(v, INTS), same(0x7fffffff, INTS)) for v in of_group])
              for of_group in inputs]
-    peaks = builder.bitcast(fold_each(builder, sizes, larger), FLOATS)
+    peaks = builder.bitcast(emit.fold_each(builder, sizes, larger), FLOATS)
     # int8 has neither infinity nor NaN, so a group that contains one of them gets NaN as its scale
-    scale = emit_fma(builder, peaks, zero, builder.fdiv(peaks, whole_peak))
+    scale = emit.fma(builder, peaks, zero, builder.fdiv(peaks, whole_peak))
     is_zero = builder.fcmp_ordered('<', peaks, same(1e-36, FLOATS))  # below it the quotient overflows
     to_whole = builder.select(is_zero, zero, builder.fdiv(whole_peak, peaks))
     totals = [same(0, INTS)] * 2
     for g in range(2):
         factor = builder.shuffle_vector(to_whole, to_whole, same(g * LANES // 2, INTS))
         for place, v in zip(places[g], inputs[g]):
-            whole = to_ints(builder, builder.fmul(v, factor))
-            emit_store_bytes(builder, rounded, place, whole)
+            whole = emit.to_ints(builder, builder.fmul(v, factor))
+            emit.store_bytes(builder, rounded, place, whole)
             totals[g] = builder.add(totals[g], whole)
-    total = fold_each(builder, totals, builder.add)
+    total = emit.fold_each(builder, totals, builder.add)
     store_both(scales, scale)
     store_both(starts, builder.mul(total, same(-ADDED, INTS)))
     store_both(input_sums, builder.fmul(scale, builder.sitofp(total, FLOATS)))

@@ -25,7 +25,7 @@ from numba import types
 from numba.core import cgutils
 
 from decode.choice import PAUSE
-from decode.kernel.vectors import I32, I64, address, call, instruction, njit
+from decode.kernel.emit import I32, I64, address, call, instruction, njit
 
 LINE = 8  # int64 in a cache line of 64 bytes
 SPIN = 50_000  # nanoseconds that a thread spins at a barrier before it sleeps
