@@ -24,38 +24,13 @@ import numba
 import numpy as np
 from numba import int64
 
-from decode.kernel import layout
+from decode.kernel import layout, threads
 from decode.kernel.attention import ATTENTION_ON, heads_of
 from decode.kernel.building import CFunction, call_c, keep_on_disk
 from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, SHEET
-from decode.kernel.linears import (
-    ADD,
-    ADDED,
-    ELEMENTS,
-    STORE,
-    Linears,
-    Team,
-    linear,
-    prepare_rows,
-    shared_linear,
-)
+from decode.kernel.linears import ADD, ADDED, ELEMENTS, STORE, Linears, Team, linear, prepare_rows, shared_linear
 from decode.kernel.norms import norms_of_rows, row_norm
-from decode.kernel.threads import (
-    LINE,
-    RUNNING,
-    SPIN,
-    SPIN_IDLE,
-    STOP,
-    Workers,
-    barrier,
-    claim,
-    clock,
-    observe,
-    publish,
-    share,
-    wait_until,
-    wake,
-)
+from decode.kernel.threads import LINE, barrier, claim, share
 from decode.kernel.vectors import (
     I8,
     LANES,
@@ -321,12 +296,12 @@ def post_step(memory_at, sizes_at, n_threads, post_at):
         return
     post = longs_at(post_at)
     longs_at(longs_at(memory_at)[layout.BARRIER])[0] = 0
-    publish(post, 0, 0)
+    threads.publish(post, 0, 0)
     post[POSTED_THREADS], post[POSTED_MEMORY], post[POSTED_SIZES] = n_threads, memory_at, sizes_at
     for thread in range(1, n_threads):
         mine = longs_at(post_at + thread * LINE * 8)
         claim(mine, 0)
-        wake(mine)
+        threads.wake(mine)
 
 
 @njit
@@ -338,7 +313,7 @@ def draw(thread, n_threads, memory, sizes):
     if sizes[layout.NOT_NUMBERS]:
         return
     if thread == 0:
-        sizes[layout.DRAW_NS] -= clock()
+        sizes[layout.DRAW_NS] -= threads.clock()
     next_tokens = memory[layout.TOKENS] + 8 * sizes[layout.N_ROWS]
     if not call_c(
             memory[layout.DRAW], memory[layout.DRAW_DATA], memory[layout.LOGITS], next_tokens, thread, n_threads):
@@ -359,7 +334,7 @@ def go_on(memory, sizes):
     for r in range(n_rows):
         positions[r] += 1
     sizes[layout.N_DRAWN] += 1
-    sizes[layout.DRAW_NS] += clock()
+    sizes[layout.DRAW_NS] += threads.clock()
     return sizes[layout.ENDED] == 0 and sizes[layout.N_DRAWN] < sizes[layout.N_STEPS]
 
 
@@ -403,7 +378,7 @@ def step(memory_at, sizes_at, n_threads, post_at):
         post_step(memory_at, sizes_at, n_threads, post_at)
         run_part(memory_at, sizes_at, 0, n_threads)
         if n_threads > 1:
-            wait_until(longs_at(post_at), n_threads - 1, SPIN)
+            threads.wait_until(longs_at(post_at), n_threads - 1, threads.SPIN)
         if not go_on(longs_at(memory_at), longs_at(sizes_at)):
             return 0
 
@@ -413,19 +388,19 @@ def step(memory_at, sizes_at, n_threads, post_at):
 def work(post_at, thread, seen):
     """The loop of a worker, which has seen so many steps; see `threads.Workers`."""
     post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
-    if claim(mine, RUNNING) != 0:
+    if claim(mine, threads.RUNNING) != 0:
         return 0
     while True:
         seen += 1
-        wait_until(mine, seen, SPIN_IDLE)
-        if observe(mine, STOP):
+        threads.wait_until(mine, seen, threads.SPIN_IDLE)
+        if threads.observe(mine, threads.STOP):
             return 0
         run_part(post[POSTED_MEMORY], post[POSTED_SIZES], thread, post[POSTED_THREADS])
         claim(post, 0)
-        wake(post)
+        threads.wake(post)
 
 
-workers = Workers(work)  # of the steps of all executors, which take turns
+workers = threads.Workers(work)  # of the steps of all executors, which take turns
 
 
 def team_for(weights, dtype, n_threads):
