@@ -2,7 +2,7 @@
 import numpy as np
 
 from decode.kernel import layout, sampling
-from decode.kernel.attention import ATTENTION_ON, KINDS
+from decode.kernel.attention import ATTENTION_ON
 from decode.kernel.attention_tile import EIGHT, N_WEIGHED
 from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, SCALE_GROUP
 from decode.kernel.step import PART_ON
@@ -61,7 +61,7 @@ def scratch_of(config, n_rows):
 def check_layers(layers):
     """ValueError if the compiled step does not read what these `kvcache.storage.Layer`s store."""
     k = layers[0].k
-    if k.data.dtype not in KINDS or k.scale is not None and k.group != layout.KV_GROUP:
+    if k.data.dtype not in ATTENTION_ON or k.scale is not None and k.group != layout.KV_GROUP:
         raise ValueError(f"the compiled step does not read keys and values in {k.kind} with heads of {k.head_dim} "
                          f"channels (int8 takes a multiple of {layout.KV_GROUP}): use decoder=eager, or leave kv_bits "
                          "out")

@@ -197,9 +197,7 @@ def attention_on(dtype):
     return CFunction(layer_attention)
 
 
-# the types of keys and values, as numba sees them
-KINDS = {torch.float32: np.float32, torch.int8: np.int8}
-ATTENTION_ON = {dtype: attention_on(kind) for dtype, kind in KINDS.items()}
+ATTENTION_ON = {torch.float32: attention_on(np.float32), torch.int8: attention_on(np.int8)}
 
 
 @njit

@@ -84,12 +84,6 @@ def mixed(x):
 
 
 @njit
-def noise_key(seed, number):
-    """What is the same in the noise of all tokens, see `exponential_noise` of decode/draw.py."""
-    return mixed(mixed(uint64(seed) + GOLDEN) + uint64(number + 1) * GOLDEN)
-
-
-@njit
 def exponentials(values, n, largest, factor, weights):
     """weights[i] = exp((values[i] - largest) * factor), float32; 0 below e ** LEAST_WEIGHT."""
     top, times = splat(largest), splat(factor)
@@ -378,7 +372,9 @@ def next_token(table, i, row, scratch):
                 own[t] = row[t]
         change(own, V, changes, settings, number, stops, n_stops)
         row = own
-    token = drawn(row, V, settings, noise_key(longs_at(table[SEEDS])[i], number), scratch)
+    # what is the same in the noise of all tokens, see `exponential_noise` of decode/draw.py
+    key = mixed(mixed(uint64(longs_at(table[SEEDS])[i]) + GOLDEN) + uint64(number + 1) * GOLDEN)
+    token = drawn(row, V, settings, key, scratch)
     longs_at(table[NUMBERS])[i] += 1
     if changes[COUNTS] != 0:
         longs_at(changes[COUNTS])[token] += 1
