@@ -11,47 +11,42 @@ import torch.nn.functional as F
 from decode.changes import check_own_forward, gpts_of, is_changed
 
 
-class DirectModel:
+def direct_model(model):
     """
-    A model's own code on its parameters and modules at the moment when this was made. Values of weights may change.
+    A model's own code on its parameters and modules of now. Values of weights may change.
 
-    model: its `hidden_states` and `lm_head` are called directly, as in eval mode. Modules that are not of model.py or
-    torch, or were changed, are called as they are, and so is a model with a forward of its own.
+    Its `hidden_states` and `lm_head` are called directly, as in eval mode. Modules that are not of model.py or torch,
+    or were changed, are called as they are, and so is a model with a forward of its own, or that is no GPT.
     """
-
-    def __init__(self, model):
-        self.model = model if has_own_forward(model) else self.opened(model, gpts_of(model)[-1].__module__)
-
-    def opened(self, module, home):
-        """An object of the module's class that has the module's variables, and functions in the place of its parts."""
-        own = object.__new__(type(module))
-        public = {name: value for name, value in vars(module).items() if not name.startswith('_')}
-        parts = {name: self.function_of(part, home) for name, part in module.named_children()}
-        vars(own).update(public | module._parameters | module._buffers | parts, training=False)
-        return own
-
-    def function_of(self, module, home):
-        """What computes a module's forward: see FUNCTIONS, or the code of its class, if that is in the file `home`."""
-        kind = type(module)
-        if kind is nn.ModuleList:
-            return [self.function_of(part, home) for part in module]
-        if not is_changed(module):
-            if kind in FUNCTIONS:
-                return FUNCTIONS[kind](module)
-            if kind is nn.ModuleDict:
-                return self.opened(module, home)
-            if kind.__module__ == home:
-                return self.opened(module, home).forward
-        return module
-
-
-def has_own_forward(model):
-    """Does a model compute something else than the GPT that it is derived from, or is it none?"""
     try:
         check_own_forward(model)
     except ValueError:
-        return True
-    return not gpts_of(model)
+        return model
+    gpts = gpts_of(model)
+    return opened(model, gpts[-1].__module__) if gpts else model
+
+
+def opened(module, home):
+    """An object of the module's class that has the module's variables, and functions in the place of its parts."""
+    own = object.__new__(type(module))
+    public = {name: value for name, value in vars(module).items() if not name.startswith('_')}
+    parts = {name: function_of(part, home) for name, part in module.named_children()}
+    vars(own).update(public | module._parameters | module._buffers | parts, training=False)
+    return own
+
+
+def function_of(module, home):
+    """What computes a module's forward: see FUNCTIONS, or the code of its class, if that is in the file `home`."""
+    kind = type(module)
+    if kind is nn.ModuleList:
+        return [function_of(part, home) for part in module]
+    if is_changed(module):
+        return module
+    if kind in FUNCTIONS:
+        return FUNCTIONS[kind](module)
+    if kind is nn.ModuleDict:
+        return opened(module, home)
+    return opened(module, home).forward if kind.__module__ == home else module
 
 
 def layer_norm(module):

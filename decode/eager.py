@@ -11,7 +11,7 @@ import torch
 
 from decode.batch import NotNumbers, Refused, step_slots
 from decode.changes import check_own_forward
-from decode.direct import DirectModel
+from decode.direct import direct_model
 from decode.draw import draw
 from positions import Keys
 
@@ -37,7 +37,7 @@ class EagerExecutor:
 
     def refresh(self):
         """Look up the model's modules and weights anew."""
-        self.direct = DirectModel(self.model)
+        self.direct = direct_model(self.model)
         check_own_forward(self.model, ['forward'], "pass use_cache=False: then the model is called as it is")
 
     def hold(self, layers):
@@ -57,13 +57,13 @@ class EagerExecutor:
 
     def logits_of(self, batch, rows):
         """The logits of these rows, (W, vocab_size)."""
-        model, counts, S = self.direct.model, batch.counts, len(batch.sequences)
+        model, counts, S = self.direct, batch.counts, len(batch.sequences)
         device = self.model.lm_head.weight.device
         T = counts[0] if counts.count(counts[0]) == S else 0  # sequences with as many new tokens each are a batch
         layers = self.views_of(batch, T)
         if layers is None:
             own, *found = step_slots(self.model.config, batch)
-            where = padded_keys(S, *found) if T else packed_keys(np.repeat(np.arange(S), counts), *found)
+            where = padded_keys(S, *found) if T else packed_keys(counts, *found)
             layers = layers_of_step(self.layers, device, own, *where)
         shape = (S, T) if T else (1, len(batch.tokens))
         ids, positions = (torch.from_numpy(each).to(device).view(shape) for each in (batch.tokens, batch.positions))
@@ -148,10 +148,9 @@ def padded_keys(S, seq, position, slot):
     return slots, positions, None
 
 
-def packed_keys(seq_of_token, seq, position, slot):
-    """
-    The same for tokens that are one row of a batch over the keys of all: (1, K), and which are allowed, (1, N, K).
-    """
+def packed_keys(counts, seq, position, slot):
+    """The same for tokens that are one row of a batch over the keys of all: (1, K), and which are allowed, (1, N, K)"""
+    seq_of_token = np.repeat(np.arange(len(counts)), counts)
     return slot[None], position[None], (seq_of_token[:, None] == seq)[None]
 
 
