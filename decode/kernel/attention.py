@@ -90,14 +90,10 @@ def emit_load_stored(builder, array, scales, i):
     return to_floats(builder, codes, scales, i)
 
 
-def emit_load_stored_first(builder, array, scales, i, n):
-    return to_floats(builder, emit.load_first(builder, array, i, n), scales, i)
-
-
 @instruction(floats)
 def load_stored_first(builder, array, scales, i, n):
     """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
-    return emit_load_stored_first(builder, array, scales, i, n)
+    return to_floats(builder, emit.load_first(builder, array, i, n), scales, i)
 
 
 @instruction(types.boolean)
@@ -146,7 +142,8 @@ def add_row(builder, sums, array, scales, i, n, p):
     weight = broadcast(builder, p)
     for m in range(len(sums)):
         before = I64(m * LANES)
-        row = emit_load_stored_first(builder, array, scales, builder.add(i, before), builder.sub(n, before))
+        at = builder.add(i, before)
+        row = to_floats(builder, emit.load_first(builder, array, at, builder.sub(n, before)), scales, at)
         sums[m] = emit.fma(builder, row, weight, sums[m])
     return sums
 

@@ -405,8 +405,8 @@ workers = threads.Workers(work)  # of the steps of all executors, which take tur
 
 def team_for(weights, dtype, n_threads):
     """
-    The `Workers`. A step on weights, a key of `WEIGHTS`, and attention for keys and values of a dtype of torch, are
-    compiled or loaded from disk.
+    Compile, or load from disk, a step on weights, a key of `WEIGHTS`, and attention for keys and values of a dtype of
+    torch. Start the `Workers`.
     """
     if not step.signatures:
         step.compile((int64,) * 4)
@@ -414,4 +414,3 @@ def team_for(weights, dtype, n_threads):
     PART_ON[weights].compiled  # noqa: B018 (it is compiled here)
     ATTENTION_ON[dtype].compiled  # noqa: B018
     workers.ready(n_threads)
-    return workers
