@@ -4,10 +4,10 @@ import numpy as np
 from decode.kernel import layout, sampling
 from decode.kernel.attention import ATTENTION_ON
 from decode.kernel.attention_tile import EIGHT, N_WEIGHED
+from decode.kernel.emit import LANES
 from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, SCALE_GROUP
 from decode.kernel.step import PART_ON
 from decode.kernel.threads import LINE, aligned, n_cores
-from decode.kernel.vectors import LANES
 from decode.weights import padded
 
 

@@ -15,10 +15,11 @@ from torch.func import functional_call
 from decode import MODEL_DTYPES
 from decode.changes import REFUSED, check_unchanged
 from decode.kernel import layout
+from decode.kernel.emit import F32, I8, I16, I32, LANES
 from decode.kernel.layout import GROUP, SCALE_GROUP, SHEET
 from decode.kernel.linears import ADDED, ELEMENTS, GELU, GELU_TANH, SWIGLU
 from decode.kernel.threads import aligned
-from decode.kernel.vectors import F32, I8, I16, I32, LANES, padded
+from decode.kernel.vectors import padded
 from device import side_by_side, torch_on_one_thread
 from positions import Positions, alibi_slopes, rotary_frequencies
 

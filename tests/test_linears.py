@@ -17,6 +17,7 @@ from numba import njit
 
 from decode import weights as weights_of_decoder
 from decode.kernel import building, layout
+from decode.kernel.emit import LANES
 from decode.kernel.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, SCALE_GROUP, SHEET
 from decode.kernel.linears import (
     ADD,
@@ -30,9 +31,9 @@ from decode.kernel.linears import (
     prepare_rows,
     shared_linear,
 )
+from decode.kernel.pointers import floats_at, longs_at
 from decode.kernel.step import packed_linears, thread_scratch
 from decode.kernel.threads import LINE, aligned
-from decode.kernel.vectors import LANES, floats_at, longs_at
 from decode.tables import scratch_of
 from decode.weights import PackedWeights, padded, quantise, quantise_int4
 from model import GPT, GPTConfig

@@ -95,7 +95,7 @@ sys.platform, system = sys.argv[1], sys.platform
 from decode.kernel import threads
 sys.platform = system
 from decode.kernel.threads import barrier, clock, observe, publish
-from decode.kernel.vectors import longs_at
+from decode.kernel.pointers import longs_at
 threads.SPIN = 0
 
 

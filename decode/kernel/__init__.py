@@ -8,6 +8,7 @@ The decode step that numba compiles: a whole step of a GPT on the CPU as one fun
     attention_tile                attention of several queries of a prompt at once
     sampling     the next token of each row of logits
     vectors      vector instructions
+    pointers     numbers at an address
     emit         what these and others emit: LLVM's types, and pieces of code
     threads      counters, waiting, and the worker threads
     building     compiling, or loading what is compiled; C functions

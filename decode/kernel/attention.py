@@ -27,27 +27,23 @@ from decode.kernel.attention_tile import (
     weigh_tile,
 )
 from decode.kernel.building import CFunction
-from decode.kernel.emit import FLOATS, I8, I64, INTS, address, broadcast, instruction
+from decode.kernel.emit import FLOATS, I8, I64, INTS, LANES, address, broadcast, instruction, njit
 from decode.kernel.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD
 from decode.kernel.norms import head_norm
+from decode.kernel.pointers import floats_at, longs_at, pointer_like
 from decode.kernel.threads import share
 from decode.kernel.vectors import (
-    LANES,
     absolute,
     constant,
     exp,
     floats,
-    floats_at,
     fma,
     lanes_from,
     larger,
     load,
     load_first,
-    longs_at,
     max_lanes,
-    njit,
     padded,
-    pointer_like,
     splat,
     store,
     store_first,

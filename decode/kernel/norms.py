@@ -5,8 +5,10 @@ from collections import namedtuple
 import numpy as np
 
 from decode.kernel import layout
+from decode.kernel.emit import LANES, njit
 from decode.kernel.layout import GROUP
-from decode.kernel.vectors import LANES, constant, first, floats_at, fma, load, njit, padded, splat, store, sum_lanes
+from decode.kernel.pointers import floats_at
+from decode.kernel.vectors import constant, first, fma, load, padded, splat, store, sum_lanes
 
 # the weights and biases of all norms of rows, one after the other, each padded with zeros to a multiple of GROUP.
 # rms: are they RMS norms, whose biases are zeros?

@@ -14,21 +14,17 @@ import numpy as np
 from numba import uint64
 
 from decode.kernel.building import CFunction
+from decode.kernel.emit import LANES, njit
+from decode.kernel.pointers import bytes_at, doubles_at, floats_at, longs_at
 from decode.kernel.threads import clock, observe
 from decode.kernel.vectors import (
-    LANES,
     add_from,
-    bytes_at,
     constant,
-    doubles_at,
     exp,
-    floats_at,
     larger,
     load,
     load_until,
-    longs_at,
     max_lanes,
-    njit,
     splat,
     store_between,
     store_until,

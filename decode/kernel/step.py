@@ -27,28 +27,13 @@ from numba import int64
 from decode.kernel import layout, threads
 from decode.kernel.attention import ATTENTION_ON, heads_of
 from decode.kernel.building import CFunction, call_c, keep_on_disk
+from decode.kernel.emit import I8, LANES, njit
 from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, SHEET
 from decode.kernel.linears import ADD, ADDED, ELEMENTS, STORE, Linears, Team, linear, prepare_rows, shared_linear
 from decode.kernel.norms import norms_of_rows, row_norm
+from decode.kernel.pointers import bytes_at, doubles_at, floats_at, ints_at, longs_at, pointer_like, shorts_at
 from decode.kernel.threads import LINE, barrier, claim, share
-from decode.kernel.vectors import (
-    I8,
-    LANES,
-    bytes_at,
-    doubles_at,
-    floats_at,
-    ints_at,
-    load,
-    load_bfloat16_first,
-    load_first,
-    longs_at,
-    njit,
-    padded,
-    pointer_like,
-    shorts_at,
-    store,
-    sum_lanes,
-)
+from decode.kernel.vectors import load, load_bfloat16_first, load_first, padded, store, sum_lanes
 from decode.weights import WEIGHTS
 
 INT8_ELEMENTS = ELEMENTS[I8]

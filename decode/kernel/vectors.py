@@ -15,7 +15,7 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from decode.kernel import emit
-from decode.kernel.emit import F32, F64, FLOATS, I8, I16, I32, I64, INTS, LANES, address, instruction, njit, same
+from decode.kernel.emit import F32, FLOATS, I32, I64, INTS, LANES, address, instruction, njit, same
 
 
 class Floats(types.Type):
@@ -96,29 +96,6 @@ def store_until(x, i, v, end):
         store(x, i, v)
     else:
         store_first(x, i, v, end - i)
-
-
-def pointer_to(number, element):
-    @instruction(types.CPointer(number))
-    def at(builder, address):
-        """The pointer of an address"""
-        return builder.inttoptr(address, element.as_pointer())
-    return at
-
-
-floats_at, doubles_at, bytes_at, shorts_at, ints_at, longs_at = (
-    pointer_to(*kind) for kind in ((types.float32, F32), (types.float64, F64), (types.uint8, I8), (types.int16, I16),
-                                   (types.int32, I32), (types.int64, I64)))
-
-
-@intrinsic
-def pointer_like(typing, array, address):
-    """The pointer of an address to numbers of an array's type"""
-    pointer = types.CPointer(array.dtype)
-
-    def emit(context, builder, sig, args):
-        return builder.inttoptr(args[1], context.get_value_type(pointer))
-    return pointer(array, types.int64), emit
 
 
 # arithmetic
