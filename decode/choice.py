@@ -60,14 +60,12 @@ class StepChoice:
         self.steps += n_steps
         self.ns += ns
         self.least = min(self.least, ns / n_steps)
-        if self.ns >= self.window and (self.steps > 1 or self.trials and self.too_slow()):
-            if self.way in self.trials or len(self.candidates) == 1:
-                self.end_window()
-            else:
+        is_trial, shortest = self.is_trial, min(self.trials.values(), default=math.inf)
+        if self.ns >= self.window and (self.steps > 1 or is_trial and self.least > TOO_SLOW * shortest):
+            if is_trial:
                 self.end_trial()
-
-    def too_slow(self):
-        return self.way not in self.trials and self.least > TOO_SLOW * min(self.trials.values())
+            else:
+                self.end_window()
 
     def end_trial(self):
         # of up to four long steps the shortest counts: the first step of a new cache waits for memory from the system
