@@ -67,10 +67,8 @@ class PackedDraft:
         if self.executor:
             self.executor.hold(layers)
         else:
-            compile_beside(PART_ON[self.weights], f'''
-from decode.kernel.step import PART_ON
-PART_ON[{self.weights!r}].compiled
-''')
+            code = f'from decode.kernel.step import PART_ON\nPART_ON[{self.weights!r}].compiled'
+            compile_beside(PART_ON[self.weights], code)
 
     def refresh(self):
         if self.executor:
@@ -134,9 +132,8 @@ class Ngrams:
 class ModelDraft:
     """
     Another model with the same vocabulary, usually a smaller one. executor: of it, on the slots of pool, a
-    `kvcache.PagePool`; nothing else uses the two. It follows the sequences of the calls, whatever
-    becomes of these in the pool of the model. Where there is no room for all, or one fills its context, it proposes
-    nothing.
+    `kvcache.PagePool`; nothing else uses the two. It follows the sequences of the calls, whatever becomes of these in
+    the pool of the model. Where there is no room for all, or one fills its context, it proposes nothing.
 
     sequences: {sequence of the last call: its `DraftSequence`}.
     """
