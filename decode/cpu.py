@@ -1,8 +1,4 @@
-"""
-The executor for CPUs: the compiled step of kernel/ on the packed weights of a model.
-
-A few steps are timed to choose the number of threads, and whether weights are prefetched.
-"""
+"""The executor for CPUs: the compiled step of kernel/ on the packed weights of a model."""
 import time
 from itertools import accumulate
 
@@ -220,7 +216,7 @@ class CPUExecutor:
         """Raise `Refused` for what kernel/step.py has found, unless it is nothing."""
         if not why:
             return
-        seq, position = map(int, self.tables.refused_at)
+        seq, position = map(int, self.tables.arrays[layout.REFUSED_AT])
         seq = f"sequence number {seq} of this step"
         if why == layout.BAD_TOKEN:
             raise Refused(f"token ids must be within the vocabulary of {self.vocab_size}, not {position}")

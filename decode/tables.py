@@ -104,21 +104,19 @@ class StepTables:
                 layout.HEAD_STRIDE: c.head_dim * layers[0].n_slots}).items():
             self.sizes[index] = size
         self.addresses = self.memory.ctypes.data, self.sizes.ctypes.data
-        self.positions, self.query_starts, self.wanted, self.runs, self.n_runs, self.refused_at = (
-            self.arrays[index] for index in (layout.POSITIONS, layout.QUERY_STARTS, layout.WANTED, layout.RUNS,
-                                             layout.N_RUNS, layout.REFUSED_AT))
 
     def describe(self, tokens_at, positions, starts, sequences, wanted):
         """
         Write what a step computes. tokens_at: the address of the new tokens. starts: the first row of each of the
         sequences, and the number of rows. wanted: rows.
         """
-        n_rows, n_seq, n_wanted = len(positions), len(sequences), len(wanted)
         self.memory[layout.TOKENS] = tokens_at
-        self.positions[:n_rows], self.query_starts[:n_seq + 1], self.wanted[:n_wanted] = positions, starts, wanted
-        self.runs[:n_seq] = [s.runs.address for s in sequences]
-        self.n_runs[:n_seq] = [s.runs.n for s in sequences]
-        self.sizes[layout.N_ROWS], self.sizes[layout.N_SEQ], self.sizes[layout.N_WANTED] = n_rows, n_seq, n_wanted
+        for index, values in (
+                (layout.POSITIONS, positions), (layout.QUERY_STARTS, starts), (layout.WANTED, wanted),
+                (layout.RUNS, [s.runs.address for s in sequences]), (layout.N_RUNS, [s.runs.n for s in sequences])):
+            self.arrays[index][:len(values)] = values
+        for index, values in (layout.N_ROWS, positions), (layout.N_SEQ, sequences), (layout.N_WANTED, wanted):
+            self.sizes[index] = len(values)
 
     def ask_for(self, n_steps):
         """Make the next call one of up to so many steps with draws; 0: of one step, and nothing is drawn."""
