@@ -14,7 +14,7 @@ from decode.kernel.sampling import DRAW
 from decode.kernel.step import step, team_for, workers
 from decode.kernel.threads import n_cores
 from decode.tables import DrawTable, StepTables, check_layers
-from decode.weights import CACHED, PREFETCHED, PackedWeights, check_model, padded
+from decode.weights import CACHED, PREFETCHED, WEIGHTS, PackedWeights, check_model, padded
 from device import torch_on_one_thread
 
 BYTES_A_THREAD = 2**22  # of weights, for which the first guess takes one more thread
@@ -46,6 +46,8 @@ class CPUExecutor:
     type_kv, torch_on_one_thread = 'float32', staticmethod(torch_on_one_thread)
 
     def __init__(self, model, weights='float32', threads=None):
+        if weights not in WEIGHTS:
+            raise ValueError(f"weights must be {', '.join(WEIGHTS)}, not {weights!r}")
         most = n_cores()
         if threads is not None and not 1 <= threads <= most:
             raise ValueError(f"threads must be between 1 and the {most} cores of this process, not {threads}")
