@@ -99,10 +99,8 @@ class SharedCache(FunctionCache):
     def lock(self, sig):
         """One process at a time loads, compiles and saves the function for these types."""
         lock = FileLock(Path(self.cache_path) / f'{self.name_for(sig)}.lock')
-        try:
+        with suppress(OSError, NotImplementedError):  # it took too long; no room on the disk; no locks there
             lock.acquire(timeout=LONGEST_WAIT, poll_interval=0.02)
-        except (OSError, NotImplementedError):  # it took too long; no room on the disk; a file system without locks
-            pass
         try:
             yield
         finally:
