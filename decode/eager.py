@@ -32,8 +32,7 @@ class EagerExecutor:
     def __init__(self, model):
         self.model, self.layers = model, ()
         self.refresh()
-        of_none = model.empty_cache(0)
-        self.type_kv = str(of_none[0].k_cache.dtype).removeprefix('torch.')
+        self.type_kv = str(model.empty_cache(0)[0].k_cache.dtype).removeprefix('torch.')
 
     def refresh(self):
         """Look up the model's modules and weights anew."""

@@ -3,9 +3,9 @@ import numpy as np
 
 from decode.kernel import layout, sampling
 from decode.kernel.attention import ATTENTION_ON
-from decode.kernel.attention_tile import EIGHT, N_WEIGHED
+from decode.kernel.attention_tile import N_WEIGHED
 from decode.kernel.emit import LANES
-from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, SCALE_GROUP
+from decode.kernel.layout import EIGHT, GROUP, LINEARS_PER_LAYER, SCALE_GROUP
 from decode.kernel.step import PART_ON
 from decode.kernel.threads import LINE, aligned, n_cores
 from decode.weights import padded

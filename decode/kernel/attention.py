@@ -17,18 +17,10 @@ from llvmlite import ir
 from numba import types
 
 from decode.kernel import emit, layout
-from decode.kernel.attention_tile import (
-    EIGHT,
-    N_SCORED,
-    N_WEIGHED,
-    score_tile,
-    store_transposed,
-    sum_of_eight,
-    weigh_tile,
-)
+from decode.kernel.attention_tile import N_SCORED, N_WEIGHED, score_tile, store_transposed, sum_of_eight, weigh_tile
 from decode.kernel.building import CFunction
 from decode.kernel.emit import FLOATS, I8, I64, INTS, LANES, address, broadcast, instruction, njit
-from decode.kernel.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD
+from decode.kernel.layout import EIGHT, GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD
 from decode.kernel.norms import head_norm
 from decode.kernel.pointers import floats_at, longs_at, pointer_like
 from decode.kernel.threads import share

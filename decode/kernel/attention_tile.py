@@ -12,11 +12,11 @@ from numba.core import cgutils
 
 from decode.kernel import emit
 from decode.kernel.emit import FLOATS, I64, INTS, LANES, address, broadcast, instruction, njit, same
+from decode.kernel.layout import EIGHT
 from decode.kernel.vectors import load
 
 N_SCORED = 4            # queries of a tile of scores: the sums that wait to be folded fit the registers
 N_WEIGHED = LANES // 2  # queries of a tile of weighted values, of two vectors each: their sums fill half the registers
-EIGHT = 8               # chains of a sum of values
 
 
 @instruction(types.void)

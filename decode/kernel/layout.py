@@ -9,6 +9,7 @@ SCALE_GROUP = 32  # rounded inputs that share a scale, and int4 weights of an ou
 SHEET = 4         # panels of weights that are side by side, see linears.py
 SUMMED_ROWS = 48  # rows whose sums with a sheet a thread keeps at a time
 KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
+EIGHT = 8         # sums of weighted values, each of every eighth key, see attention.py
 
 # sizes: of the model
 (N_LAYER, N_HEAD, N_KV_HEAD, HEAD_DIM, N_EMBD, VOCAB_SIZE,
