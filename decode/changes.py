@@ -1,8 +1,4 @@
-"""
-Which models the executors know.
-
-An executor that knows only model.py's GPT asks `check_unchanged` whether the model is one.
-"""
+"""Which models the executors know."""
 import copy
 
 import torch.nn as nn

@@ -6,8 +6,6 @@ as a chunk after the newest token: k + 1 rows of logits, which have the same bit
 these rows the model draws its own tokens, each with the noise that the token has without a draft, as long as what it
 draws is what was proposed. The last token that it draws is another one than was proposed, or stands after all
 proposals. So a round gives 1 to k + 1 tokens, and no draft changes one.
-
-`drafts` says who proposes. `Pace` says how many tokens, by timing.
 """
 import time
 from collections import defaultdict, deque

@@ -37,10 +37,8 @@ padded = padded.py_func
 
 def check_model(model):
     """
-    ValueError unless the model is model.py's GPT, unchanged, with weights in float32 or bfloat16 on the CPU.
-
-    The compiled step reads the weights and runs no code of the model's. So modules of other classes, hooks, replaced
-    `forward` functions and weights of other shapes than the config says are refused.
+    ValueError unless the model is model.py's GPT, unchanged, with weights in float32 or bfloat16 on the CPU: the
+    compiled step reads the weights and runs no code of the model's.
     """
     check_unchanged(model)
     embeddings = {model.get_parameter(f'transformer.{name}.weight').dtype for name in ('wte', 'wpe')

@@ -231,6 +231,13 @@ def test_a_model_in_bfloat16_is_read_as_it_is(kind):
     assert torch.equal(logits_of(CPUExecutor(model)), logits_of(CPUExecutor(copy.deepcopy(model).float())))
 
 
+def test_linears_have_biases_or_not_each_by_itself():
+    model = model_of('llama')
+    for linear in (model.transformer.h[0].mlp.c_gate, model.transformer.h[1].attn.c_attn):
+        linear.bias = torch.nn.Parameter(torch.randn(linear.out_features))
+    torch.testing.assert_close(logits_of(CPUExecutor(model)), by_model(model))
+
+
 @pytest.mark.parametrize('mixed', ['embeddings', 'eps', 'device'])
 def test_models_that_numbas_executor_cannot_pack(mixed):
     model = tiny()
