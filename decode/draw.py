@@ -158,7 +158,7 @@ def kept_by_top_k(logits, k):
     """The logits (B, n) that are at least the k-th largest of their row, and their token ids, in ascending order."""
     top, n = logits.topk(min(k + 1, logits.size(-1))), k
     kth = top.values[:, k - 1:k]
-    if (top.values[:, k:] == kth).any():  # topk has any of those equal ones
+    if (top.values[:, k:] == kth).any():  # equal ones at the border: all of them are kept
         n = int((logits >= kth).sum(dim=-1).max())
         top = logits.topk(n)
     tokens = top.indices[:, :n].sort(dim=-1).values
@@ -201,13 +201,8 @@ def log_probabilities(logits, tokens, k):
     logits = (logits.cpu() if logits.device.type == 'mps' else logits).float()  # mps has no float64
     largest = logits.amax(dim=-1, keepdim=True)
     totals = largest.double() + (logits - largest).exp().sum(dim=-1, keepdim=True).double().log()
-    own, top = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]), likeliest(logits, k)
-    values = logits.gather(-1, top) - totals
+    own = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
+    found, top = kept_by_top_k(logits, min(max(k, 1), logits.size(-1)))
+    found, order = found.sort(dim=-1, descending=True, stable=True)
+    top, values = top.gather(-1, order[:, :k]), found[:, :k] - totals
     return (own - totals).squeeze(-1).tolist(), top.tolist(), values.tolist()
-
-
-def likeliest(logits, k):
-    """The k largest of each row of logits (n, vocab_size), int64 (n, k); of equal ones the first comes first."""
-    found, tokens = kept_by_top_k(logits, min(max(k, 1), logits.size(-1)))
-    order = found.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    return tokens.gather(-1, order)
