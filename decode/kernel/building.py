@@ -30,8 +30,6 @@ LONGEST_WAIT = 300  # seconds for another process that compiles the same; then t
 N_ARGUMENTS = 5     # of a `CFunction`
 HERE = Path(__file__).parent
 
-said = set()  # what this process has said on stderr
-
 
 def begin_numbers():
     """
@@ -127,11 +125,10 @@ def keep_on_disk(function):
     return function
 
 
+@functools.cache
 def say(sentence):
     """Say it on stderr, once in a process."""
-    if sentence not in said:
-        said.add(sentence)
-        print(sentence, file=sys.stderr, flush=True)
+    print(sentence, file=sys.stderr, flush=True)
 
 
 class CFunction:
