@@ -132,7 +132,7 @@ def first_lanes(builder, n):
 
 
 def larger_ints(builder, a, b):
-        return builder.select(builder.icmp_signed('>', a, b), a, b)
+    return builder.select(builder.icmp_signed('>', a, b), a, b)
 
 
 def fold_each(builder, values, operation):
