@@ -74,47 +74,43 @@ class LlamaCpp(Engine):
             raise ValueError(f"llama.cpp has no memory for {B} sequences of {self.config.block_size} tokens")
 
     def generate(self, prompts, n_new):
-        """Read prompts (B, T) in place of all that was read before, then one token a step: (B, n_new)."""
-        B, T = prompts.shape
-        self.begin(B)
-        out = np.empty((B, n_new), np.int64)
-        with Batch(self.lib, np.repeat(np.arange(B), T).tolist()) as batch:
-            batch.token[:], batch.pos[:] = prompts.numpy().ravel(), np.tile(np.arange(T), B)
-            batch.wanted[:] = batch.pos == T - 1
+        out = np.empty((len(prompts), n_new), np.int64)
+        logits = self.read(prompts)
+        out[:, 0] = logits.argmax(axis=1)
+        batch = Batch(self.lib, range(self.rows))
+        batch.wanted[:] = 1
+        for step in range(1, n_new):
+            batch.token[:], batch.pos[:] = out[:, step - 1], prompts.size(1) + step - 1
             self.decode(batch)
-        out[:, 0] = self.logits().argmax(axis=1)
-        with Batch(self.lib, range(B)) as batch:
-            batch.wanted[:], logits = 1, None
-            for step in range(1, n_new):
-                batch.token[:], batch.pos[:] = out[:, step - 1], T + step - 1
-                self.decode(batch)
-                # the logits of each step are at the same place; asking for them waits for them
-                logits = self.logits() if step == 1 else self.lib.llama_get_logits(self.context) and logits
-                out[:, step] = logits.argmax(axis=1)
+            # the logits of each step are at the same place; asking for them waits for them
+            logits = self.logits(self.rows) if step == 1 else self.lib.llama_get_logits(self.context) and logits
+            out[:, step] = logits.argmax(axis=1)
         return torch.from_numpy(out)
 
     def all_logits(self, tokens):
-        """Read tokens (T,) in place of all that was read before. Returns the logits after each, (T, vocab_size)."""
-        self.begin(1)
-        with Batch(self.lib, [0] * len(tokens)) as batch:
-            batch.token[:], batch.pos[:], batch.wanted[:] = tokens.numpy(), np.arange(len(tokens)), 1
-            self.decode(batch)
-            return torch.from_numpy(self.logits(len(tokens)).copy())
+        """The logits after each of tokens (T,): (T, vocab_size)."""
+        return torch.from_numpy(self.read(tokens[None], all_wanted=True).copy())
 
-    def begin(self, B):
-        """A context for B sequences that holds nothing."""
+    def read(self, prompts, all_wanted=False):
+        """Read prompts (B, T) in place of what was read. Returns the logits after their last tokens, or after all."""
+        B, T = prompts.shape
         if B != self.rows:
             self.make_context(B)
         for row in range(B):
             self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), row, 0, -1)
+        batch = Batch(self.lib, np.repeat(np.arange(B), T).tolist())
+        batch.token[:], batch.pos[:] = prompts.numpy().ravel(), np.tile(np.arange(T), B)
+        batch.wanted[:] = all_wanted | (batch.pos == T - 1)
+        self.decode(batch)
+        return self.logits(B * T if all_wanted else B)
 
     def decode(self, batch):
         if self.lib.llama_decode(self.context, batch.batch) != 0:
             raise ValueError(f"llama.cpp could not decode {batch.batch.n_tokens} tokens")
 
-    def logits(self, n=0):
-        """The logits of the last `decode`, (n, vocab_size); n: how many it was asked for, else one of each row."""
-        return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), (n or self.rows, self.config.vocab_size))
+    def logits(self, n):
+        """The n rows of logits that the last `decode` was asked for, (n, vocab_size)."""
+        return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), (n, self.config.vocab_size))
 
 
 @lru_cache(maxsize=3)
@@ -134,7 +130,7 @@ def folder_with_gguf(model, weights):
 
 
 class Batch:
-    """A llama_batch for tokens of these sequences, inside a `with`. token, pos, wanted: arrays, to be filled."""
+    """A llama_batch for tokens of these sequences. token, pos, wanted: arrays, to be filled."""
 
     def __init__(self, lib, sequences):
         self.lib, self.batch, n = lib, lib.llama_batch_init(len(sequences), 0, 1), len(sequences)
@@ -145,8 +141,5 @@ class Batch:
             self.batch.seq_id[i][0] = seq
         self.batch.n_tokens = n
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
+    def __del__(self):
         self.lib.llama_batch_free(self.batch)

@@ -37,20 +37,15 @@ class OnnxRuntime(Engine):
             providers=['CPUExecutionProvider'])
         self.caches, self.rows = {}, 0
 
-    def make_caches(self, B):
-        """Caches for B rows, by the names of the graph's inputs. They are not cleared: unwritten rows are not read."""
-        c, self.rows = self.config, B
-        self.caches = {name: self.array_in_place(np.zeros((B, c.n_head, c.block_size, c.head_dim), np.float32))
-                       for name in cache_names(c)}
-
     def generate(self, prompts, n_new):
-        B, T = prompts.shape
-        if B != self.rows:
-            self.make_caches(B)
+        (B, T), c = prompts.shape, self.config
+        if B != self.rows:  # caches are not cleared from call to call: unwritten rows are not read
+            self.rows, shape = B, (B, c.n_head, c.block_size, c.head_dim)
+            self.caches = {name: self.array_in_place(np.zeros(shape, np.float32)) for name in cache_names(c)}
         # the graph is bound to these arrays once; later steps change only their contents
         ids, pos = np.empty((B, 1), np.int64), np.array([[T - 1]])
         newest, total = np.full(B, T - 1, np.int32), np.array(T, np.int32)
-        logits, out = np.empty((B, 1, self.config.vocab_size), np.float32), np.empty((B, n_new), np.int64)
+        logits, out = np.empty((B, 1, c.vocab_size), np.float32), np.empty((B, n_new), np.int64)
         binding = self.session.io_binding()
         for name, cache in self.caches.items():
             binding.bind_ortvalue_input(name, cache)
