@@ -22,7 +22,6 @@ import torch
 import checkpoint as checkpoints
 import device as devices
 from benchmarks.harness import Case, Part, describe_machine, read_json, take_turns
-from benchmarks.loss import nats
 from benchmarks.train_step import N_STEPS, iteration
 from model import GPT, GPTConfig
 from training.batches import Batches, open_tokens, prepare, vocab_size_of
@@ -126,13 +125,16 @@ def losses(asked):
     """Rows of the rates of both sides, of each change at nanoGPT's best rate, and of both sides with all seeds."""
     iterations, seeds = iterations_of(asked), range(asked.seed, asked.seed + asked.seeds)
 
+    @torch.no_grad()
     def row(name, settings, timed, seeds=seeds[:1]):
         """val: the loss of each seed."""
         val, s = [], NANOGPT | settings
         tokens = torch.from_numpy(open_tokens(DATA, 'val', s['block_size'])[:VALIDATION].astype(np.int64))
+        pieces = tokens.unfold(0, s['block_size'] + 1, s['block_size'])
         for seed in seeds:
             model = trained(settings, seed, iterations[timed])
-            val.append(nats(model, tokens.unfold(0, s['block_size'] + 1, s['block_size'])).mean().item())
+            sums = [len(part) * model(part[:, :-1], part[:, 1:])[1].item() for part in pieces.split(128)]
+            val.append(sum(sums) / len(pieces))
         return dict(recipe=name, settings={k: str(v) for k, v in settings.items()}, iterations=iterations[timed],
                     tokens=iterations[timed] * s['batch_size'] * s['block_size'], val=val, mean=statistics.mean(val),
                     standard_error=statistics.stdev(val) / len(val) ** 0.5 if len(val) > 1 else None)

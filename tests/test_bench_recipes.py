@@ -7,8 +7,6 @@ import torch
 from conftest import run
 
 from benchmarks import harness, recipes
-from benchmarks.loss import nats
-from model import GPT, GPTConfig
 
 
 @pytest.fixture
@@ -76,16 +74,3 @@ def test_steps_are_timed_in_turns(small):
     torch.set_float32_matmul_precision('highest')
     assert [row['recipe'] for row in rows] == ['nanoGPT', 'rope', 'the recipe']
     assert all(row['iteration_s'] > 0 for row in rows) and rows[0]['nanogpt_over'] == 1
-
-
-def test_the_loss_of_a_large_vocabulary_is_measured_in_parts(monkeypatch):
-    """The logits of a call of the model have at most 2^28 numbers; the losses are those of one pass."""
-    model, sizes = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=11)).eval(), []
-    rows = torch.randint(11, (5, 17))
-    expected = torch.nn.functional.cross_entropy(model(rows[:, :-1], rows[:, 1:])[0].transpose(1, 2), rows[:, 1:],
-                                                 reduction='none')
-    assert torch.allclose(nats(model, rows), expected, atol=1e-6)
-    monkeypatch.setattr(model.config, 'vocab_size', 2**28 // 16 // 2)
-    forward = model.forward
-    monkeypatch.setattr(model, 'forward', lambda x, *args, **how: sizes.append(len(x)) or forward(x, *args, **how))
-    assert torch.allclose(nats(model, rows), expected, atol=1e-6) and sizes == [2, 2, 1]
