@@ -1,8 +1,6 @@
 """
 How good a model is: bits per byte of any text, and multiple choice by log likelihood, with standard errors. The figures
 are those of lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) on the same task.
-
-    python bench.py --mode=eval --init_from=out-tinystories --text=my.txt --choices=tasks.jsonl
 """
 import math
 from functools import partial

@@ -1,10 +1,6 @@
 """
 Tokens a second by length: without the cache, with it, and as sample.py draws them.
 
-    python bench.py
-    python bench.py --shape=S,M --json=out-bench/generate.json
-    python bench.py --lengths=500 --batches=10
-
 "no cache" is nanoGPT's way, one sample after another; the others draw their samples in one batch. "cache" is
 `GPT.generate(use_cache=True)`, "ours" the engine with the fastest step here, "shift" the engine with when_full=shift.
 """

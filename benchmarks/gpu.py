@@ -1,9 +1,6 @@
 """
 What the engine does on a GPU, on the machine that runs this.
 
-    python bench.py --mode=gpu --json=out-bench/gpu.json
-    python bench.py --mode=gpu --only=engine --shape=L --dtype=float32
-
     engine    tokens of 1, 32 and 256 sequences at once, without HTTP: beside the same step with PyTorch's products of
               all rows as they come, transformers' static cache with a compiled step, and PyTorch's steps
     start     from an empty process to the first answer, graphs included

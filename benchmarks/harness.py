@@ -1,11 +1,4 @@
-"""
-How everything is measured: cases that take turns, and rows that are printed and kept as JSON.
-
-    cases = [Case(dict(shape='S', way='cache'), step), Case(dict(shape='S', way='no cache'), other_step)]
-    first, *_ = measured = take_turns(cases, repeats=5, what='S')
-    rows = [m.row(ms=1e3 * m.seconds, speedup=first.over(m)) for m in measured]
-    print(table(rows, 'shape way ms speedup'))
-"""
+"""How everything is measured: cases that take turns, and rows that are printed and kept as JSON."""
 import json
 import os
 import platform

@@ -1,8 +1,6 @@
 """
 How well a trained model predicts a text when weights, or keys and values, have fewer bits: the cost in nats a token.
 
-    python bench.py --mode=loss
-
 The models are those of all out*/ckpt.pt, the text is the validation split of the data set that a model was trained on.
 Or they are given: `init_from` says a model, `text` the files.
 llama.cpp is compared with its own numbers, if it is installed and can have the model.

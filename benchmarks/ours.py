@@ -1,11 +1,4 @@
-"""
-Our own engine, as benchmarks use it. No other file of benchmarks/ imports engine/, kvcache/ or decode/.
-
-    NoCache, Cache     `GPT.generate`, without the cache and with it, as engines that are compared with others
-    Ours               what sample.py and serve.py run, as one of them
-    log_likelihoods    of tokens after others, for `bench.py --mode=eval` and `--mode=loss`
-    gpu_executor, served, first_answer     what `bench.py --mode=gpu` measures
-"""
+"""Our own engine, as benchmarks use it. No other file of benchmarks/ imports engine/, kvcache/ or decode/."""
 from functools import lru_cache
 
 import torch

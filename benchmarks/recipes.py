@@ -1,8 +1,6 @@
 """
 What a setting brings to training in equal seconds: each change of the recipe alone, all together, nanoGPT's settings.
 
-    OMP_NUM_THREADS=1 python bench.py --mode=recipes --json=out-bench/recipes.json        (or --only=steps, --only=char)
-
 All models are trained by train.py, in folders of their own; runs that are there already are not made again. nanoGPT's
 settings have ITERATIONS. Every other recipe has as many as take the same seconds: they are computed from the time of an
 iteration, measured in turns, so that other programs on the machine do not change them. (All trainings use oneDNN, which

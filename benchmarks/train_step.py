@@ -1,8 +1,4 @@
-"""
-How long a training iteration takes: forward, backward and the optimizer's step.
-
-    python bench.py --mode=train
-"""
+"""How long a training iteration takes: forward, backward and the optimizer's step."""
 import os
 from dataclasses import replace
 

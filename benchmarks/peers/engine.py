@@ -1,12 +1,4 @@
-"""
-What every engine has in common.
-
-    engine = OnnxRuntime(model, weights='int8', threads=2)
-    engine.generate(prompts, 100)    # (B, T) token ids -> the (B, 100) that follow
-
-An engine is built from a model in memory. It decodes greedily, all rows of a batch in one step, and stops for no token.
-Prompts with what follows fit into the context. Each class uses the fastest way into its engine that we know.
-"""
+"""What every engine has in common."""
 import importlib
 
 from formats.families import family_of
@@ -14,7 +6,10 @@ from formats.families import family_of
 
 class Engine:
     """
-    What all engines have in common.
+    An engine that is built from a model in memory. Each class uses the fastest way into its engine that we know.
+
+    generate(prompts, n): (B, T) token ids -> the (B, n) that follow, greedily, all rows of a batch in one step. Prompts
+    with what follows fit into the context, and no token ends a row.
 
     packages: {module: the package to install for it}; `missing` says whether they are there. ways: {weights: list of
     keyword arguments}, the variants that the race tries for these weights, each with one thread and with all.

@@ -1,8 +1,6 @@
 """
 Many clients of a completions server in one process, on one event loop.
 
-    load = asyncio.run(closed_loop(server, asks, 16))
-
 The client runs on the cores that the server needs, so it does little: it writes a body that was made before, notes when
 bytes come, and reads the number of tokens at the end.
 """

@@ -1,8 +1,6 @@
 """
 Loads of our server and llama-server, in turns, and a soak of ours.
 
-    python bench.py --mode=serve --only=clients --shape=S --batches=16,64 --llama_server=PATH
-
     clients     so many of them, each of which sends its next request when it has its answer; prompts have 16 to 48
                 tokens and answers 26 to 77, all different
     soak        10,000 requests to ours: half of the prompts begin like others, half of the answers are drawn with a
