@@ -92,22 +92,17 @@ def check_optimizer(settings):
                          "optimizer=adamw")
 
 
-def hidden_matrices(model):
-    """The parameters that Muon takes: the matrices of a GPT's blocks, without the embeddings and lm_head."""
-    return [p for p in model.transformer.h.parameters() if p.requires_grad and p.dim() == 2]
-
-
 def make_optimizer(model, kind, settings):
     """
     The optimizer that the settings of train.py describe, for a GPT on a device of this kind ('cpu', 'cuda', ...).
 
-    AdamW's groups are those of `GPT.configure_optimizers`, without what Muon takes.
+    Muon takes the matrices of the blocks. AdamW's groups are those of `GPT.configure_optimizers`, without them.
     """
     learning_rate, betas = settings['learning_rate'], (settings['beta1'], settings['beta2'])
     adamw = model.configure_optimizers(settings['weight_decay'], learning_rate, betas, kind)
     if settings['optimizer'] == 'adamw':
         return adamw
-    hidden = hidden_matrices(model)
+    hidden = [p for p in model.transformer.h.parameters() if p.requires_grad and p.dim() == 2]
     taken = {id(p) for p in hidden}
     others = [dict(params=[p for p in group['params'] if id(p) not in taken], lr=learning_rate,
                    weight_decay=group['weight_decay']) for group in adamw.param_groups]
