@@ -34,11 +34,8 @@ class Conversations:
         lengths = np.diff(self.starts, append=len(self.marks))
         self.lengths = np.minimum(lengths, block_size + 1)
         self.n_cut, self.tokens_per_row = int((lengths > self.lengths).sum()), float(self.lengths.mean()) - 1
-        # each row's scored tokens from its second one on. reduceat sums between two bounds, which must be within the
-        # array: two more numbers let a row end where the tokens end
-        scored = np.append((self.marks & SCORED) > 0, [False] * 2)
-        bounds = np.stack([self.starts + 1, self.starts + self.lengths], 1).ravel()
-        self.scored_of_row = np.add.reduceat(scored, bounds, dtype=np.int64)[::2] * (self.lengths > 1)
+        n_before = np.append(0, np.cumsum((self.marks & SCORED) > 0))  # scored ones before each token and the end
+        self.scored_of_row = n_before[self.starts + self.lengths] - n_before[self.starts + 1]
         silent = np.flatnonzero(self.scored_of_row == 0)
         if len(silent):
             numbers = ', '.join(str(i + 1) for i in silent[:9]) + ' ...' * (len(silent) > 9)
