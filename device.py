@@ -9,6 +9,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -118,11 +119,6 @@ def synchronize(device):
         torch.mps.synchronize()
 
 
-def torch_on_one_thread():
-    """`torch_threads` with one: others would spin for a while after each operation, on a core that others need."""
-    return torch_threads(1)
-
-
 @contextmanager
 def torch_threads(n):
     """Inside, torch computes on n threads."""
@@ -132,6 +128,9 @@ def torch_threads(n):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+torch_on_one_thread = partial(torch_threads, 1)  # others would spin after each operation, on a core that others need
 
 
 def side_by_side(function, items):
