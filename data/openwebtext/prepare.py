@@ -6,7 +6,6 @@ OpenWebText as GPT-2's byte pairs: about 9 billion tokens, 17 GB of train.bin an
 
 Takes some hours and, with the download and its cache, 60 GB of disk.
 """
-import json
 import os
 import sys
 
@@ -16,6 +15,7 @@ import configurator  # isort: skip
 import numpy as np
 from tqdm import tqdm
 
+from data.prepare_text import write_meta
 from tokenizer import GPT2Tokenizer
 from whole_file import replacing
 
@@ -36,7 +36,7 @@ def main(config):
     except ImportError as e:
         raise ValueError("OpenWebText needs the datasets package: pip install datasets") from e
     configurator.check_range(globals(), 1, 1024, 'num_proc')
-    GPT2Tokenizer()  # an error about its byte pairs comes now, not after the download
+    tokenizer = GPT2Tokenizer()  # an error about its byte pairs comes now, not after the download
     folder = os.path.dirname(os.path.abspath(__file__))
     try:
         documents = load_dataset(source, num_proc=num_proc)['train'].select_columns('text')
@@ -53,8 +53,7 @@ def main(config):
                 f.write(ids.astype(np.uint16).tobytes())
                 n_tokens += len(ids)
         print(f"{name}.bin: {n_tokens:,} tokens")
-    with replacing(os.path.join(folder, 'meta.json'), 'w') as f:
-        json.dump({'kind': 'gpt2', 'vocab_size': 50257, 'dtype': 'uint16', 'source': source}, f)
+    write_meta(folder, tokenizer, source=source)
 
 
 if __name__ == '__main__':
