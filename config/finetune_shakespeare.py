@@ -4,7 +4,6 @@ import time
 out_dir = 'out-shakespeare'
 eval_interval = 5
 eval_iters = 40
-wandb_log = False
 wandb_project = 'shakespeare'
 wandb_run_name = 'ft-' + str(time.time())
 
