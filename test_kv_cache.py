@@ -12,9 +12,8 @@ and compares a random model of the same shape. Exit code 1 if the tokens differ;
 import itertools
 import math
 import os
-import statistics
 import sys
-import time
+from functools import partial
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -26,6 +25,7 @@ import debug_kv_model
 import decode
 import model as plain_model
 import tokenizer as tokenizers
+from benchmarks.harness import Case, take_turns
 from decode.draw import DrawSettings, draw
 from device import fastest_threads, pick_device, share_cores, synchronize
 from engine import Engine, pool_for
@@ -39,9 +39,6 @@ decoder = 'auto'   # of the engine: eager, cpu, gpu; auto is the fastest there i
 seed = 1337        # of the draws, the same in each way
 repeats = 5        # runs of each way, taking turns; the median counts
 device = 'auto'    # cpu, cuda, mps
-
-PAUSE = 0.05  # seconds before each run: threads of the one before may still spin
-
 
 def load_model(dev):
     """(model, tokenizer or None): the newest checkpoint trained on Shakespeare, or a random model of its shape."""
@@ -119,16 +116,13 @@ def prompt_ids(model, tokenizer):
 
 def compare(ids, n, ways, dev):
     """{way: (tokens, seconds)} of n new tokens after ids: medians of runs that take turns."""
-    seconds, tokens = {way: [] for way in ways}, {}
-    for repeat in range(1 + repeats):  # the first warms up
-        for name, way in ways.items():
-            time.sleep(PAUSE)
-            synchronize(dev)
-            t0 = time.perf_counter()
-            tokens[name] = way.generate(ids, n)
-            synchronize(dev)
-            seconds[name] += [time.perf_counter() - t0] if repeat else []
-    return {name: (tokens[name], statistics.median(seconds[name])) for name in ways}
+    def drawn_by(way):
+        tokens = way.generate(ids, n)
+        synchronize(dev)
+        return tokens
+    cases = [Case(dict(way=name), partial(drawn_by, way)) for name, way in ways.items()]
+    measured = take_turns(cases, repeats, f'{n} tokens')
+    return {m.case.labels['way']: (m.results[-1], m.seconds) for m in measured}
 
 
 def report_difference(tokenizer, n_prompt, ways, name, plain, cached):
