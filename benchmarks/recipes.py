@@ -8,27 +8,25 @@ changes last bits only, and halves the time on AMD's processors.) Learning rates
 models are trained with all seeds at the best rate of each side. The loss is the mean over the first VALIDATION tokens
 of the validation text, in nats a token.
 """
+import csv
 import os
 import statistics
 import subprocess
 import sys
-from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import torch
 
 import checkpoint as checkpoints
-import device as devices
 from benchmarks.harness import Case, Part, describe_machine, read_json, take_turns
-from benchmarks.train_step import N_STEPS, iteration
 from model import GPT, GPTConfig
-from training.batches import Batches, open_tokens, prepare, vocab_size_of
-from training.cpu import use_onednn
-from training.optimizer import make_optimizer
+from training.batches import open_tokens
 
 CPU_ONLY = "the models are trained"
 FOLDER, DATA = os.path.join('out-bench', 'recipes'), 'data/shakespeare_char'
 ITERATIONS, VALIDATION = 2000, 2**17
+N_STEPS = 50  # iterations of a run that is timed
 
 # settings of train.py: NANOGPT has those of nanoGPT for a CPU, the others change some of them
 NANOGPT = dict(block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128, dropout=0.0, bias=False,
@@ -53,30 +51,31 @@ RATES = {'nanoGPT': [dict(learning_rate=rate) for rate in (1e-3, 3e-3, 6e-3, 1e-
                         for rate, muon_lr in ((6e-3, 0.01), (1e-2, 0.01), (1e-2, 0.005), (1e-2, 0.02))]}
 
 
-def training(settings, seed):
-    """A function that runs iteration number k as train.py does with these settings, and returns its loss."""
-    own = dict(optimizer='adamw', muon_lr=0.0, muon_weight_decay=0.0, dtype='float32', onednn=False)
-    s = NANOGPT | own | settings
-    torch.manual_seed(seed)
-    shape = {f.name: s[f.name] for f in fields(GPTConfig) if f.name in s}
-    model = GPT(GPTConfig(vocab_size=vocab_size_of(DATA), **shape))
-    if s['onednn']:
-        use_onednn(model, s['dtype'])
-    batches = Batches(DATA, 'train', s['batch_size'], s['block_size'], model.config.vocab_size, 'cpu', seed)
-    return iteration(model, make_optimizer(model, 'cpu', s), batches, devices.autocast('cpu', s['dtype']))
+def train(folder, settings):
+    """Train a model with these settings of train.py, in a folder. ValueError if train.py fails."""
+    settings = settings | dict(device='cpu', dataset=os.path.basename(DATA), out_dir=folder)
+    command = [sys.executable, 'train.py', 'config/train_shakespeare_char.py',
+               *(f'--{name}={value}' for name, value in settings.items())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1]}")
+
+
+def iteration_seconds(settings, seed):
+    """The time of an iteration, the median of the rows of a short run's log."""
+    folder = os.path.join(FOLDER, 'steps')
+    train(folder, NANOGPT | settings | dict(seed=seed, max_iters=N_STEPS))
+    with open(os.path.join(folder, 'log.csv'), newline='') as f:
+        return statistics.median(float(row['ms_per_iter']) / 1e3 for row in csv.DictReader(f) if row['ms_per_iter'])
 
 
 def steps(asked):
     """A row for each recipe: the time of an iteration, and nanoGPT's over it."""
-    if not os.path.exists(os.path.join(DATA, 'train.bin')):
-        prepare(DATA)
-    torch.set_float32_matmul_precision('high')  # as train.py does
-    cases = []
-    for name, settings in TIMED.items():
-        step = training(settings, asked.seed)
-        cases.append(Case(dict(recipe=name), lambda first, step=step: [step(first + k) for k in range(N_STEPS)],
-                          lambda n: n * N_STEPS, per=N_STEPS))
+    cases = [Case(dict(recipe=name), partial(iteration_seconds, settings, asked.seed))
+             for name, settings in TIMED.items()]
     first, *_ = measured = take_turns(cases, asked.repeats, 'iterations')
+    for m in measured:
+        m.runs = m.results  # without the start of the process
     yield [m.row(iteration_s=m.seconds, nanogpt_over=first.over(m)) for m in measured]
 
 
@@ -98,17 +97,13 @@ def trained(settings, seed, iterations):
     """
     changed = '-'.join(f'{name}={value}' for name, value in settings.items() if NANOGPT.get(name) != value)
     folder = os.path.join(FOLDER, f"{changed or 'nanogpt'}-{seed}-{iterations}")
-    settings = NANOGPT | settings | dict(
-        seed=seed, max_iters=iterations, lr_decay_iters=iterations, device='cpu', dataset=os.path.basename(DATA),
-        onednn=True, out_dir=folder, always_save_checkpoint=True)
-    command = [sys.executable, 'train.py', 'config/train_shakespeare_char.py',
-               *(f'--{name}={value}' for name, value in settings.items())]
+    settings = NANOGPT | settings | dict(seed=seed, max_iters=iterations, lr_decay_iters=iterations, onednn=True,
+                                         always_save_checkpoint=True)
     if not is_trained(folder, settings):
         print(f"training {folder}", flush=True)
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode or not is_trained(folder, settings):
-            reason = (done.stderr.strip() or 'it was stopped').splitlines()[-1]
-            raise ValueError(f"{' '.join(command)} failed: {reason}")
+        train(folder, settings)
+        if not is_trained(folder, settings):
+            raise ValueError(f"{folder}: train.py was stopped")
     return checkpoints.build(checkpoints.load(os.path.join(folder, 'ckpt.pt')), GPT, GPTConfig).eval()
 
 
@@ -150,7 +145,7 @@ def losses(asked):
 
 
 PARTS = dict(
-    steps=Part(steps, 4, "an iteration", 'recipe iteration_s nanogpt_over'),
+    steps=Part(steps, 9, "an iteration", 'recipe iteration_s nanogpt_over'),
     char=Part(losses, 40, "characters of Shakespeare, each recipe in the same seconds",
               'recipe iterations tokens mean standard_error val'),
 )

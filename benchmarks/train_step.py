@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.harness import Case, Part, take_turns
 from benchmarks.shapes import SHAPES
-from device import autocast, default_peak_flops, synchronize
+from device import autocast, default_peak_flops
 from model import GPT
 from training.batches import Batches, vocab_size_of
 
@@ -36,34 +36,24 @@ def time_shape(asked, name, data_dir):
         tokens = torch.randint(vocab_size, (B, config.block_size + 1), device=device)
         batches = lambda k: (tokens[:, :-1], tokens[:, 1:])  # noqa: E731
     forward = torch.compile(model) if asked.compile and device != 'cpu' else model
-    step = iteration(forward, optimizer, batches, autocast(device, asked.dtype))
 
-    def several(first):
+    def steps(first):
+        """The loss of the last of N_STEPS iterations, each as in train.py."""
         for k in range(first, first + N_STEPS):
-            loss = step(k)
-        synchronize(device)
-        return loss
+            x, y = batches(k)
+            with autocast(device, asked.dtype):
+                loss = forward(x, y)[1]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            last = loss.item()  # it waits for the device
+        return last
     labels = dict(shape=name, block_size=config.block_size, batch=B, data=data_dir or 'random tokens')
-    case = Case(labels, several, lambda n: n * N_STEPS, per=N_STEPS)
+    case = Case(labels, steps, lambda n: n * N_STEPS, per=N_STEPS)
     m, = take_turns([case], asked.repeats, f'{name} training')
     mfu = model.estimate_mfu(B, m.seconds, default_peak_flops(torch.device(device)))
     return m.row(iteration_s=m.seconds, tok_per_s=B * config.block_size / m.seconds, mfu=mfu, loss=m.results[-1])
-
-
-def iteration(forward, optimizer, batches, amp):
-    """A function that runs training iteration number k, as train.py does, and returns its loss."""
-    parameters = [p for group in optimizer.param_groups for p in group['params']]
-
-    def step(k):
-        x, y = batches(k)
-        with amp:
-            loss = forward(x, y)[1]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-    return step
 
 
 PARTS = dict(train=Part(iterations, 1, "a training iteration",

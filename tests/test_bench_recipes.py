@@ -1,9 +1,8 @@
-"""bench.py --mode=recipes counts iterations and seconds correctly, and its loop trains. The speeds are not tested."""
+"""bench.py --mode=recipes counts iterations and seconds correctly, and trains. The speeds are not tested."""
 import os
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import run
 
 from benchmarks import harness, recipes
@@ -15,7 +14,7 @@ def small(repo, monkeypatch):
     monkeypatch.chdir(repo)
     rope = recipes.CHANGES['rope']
     for name, value in dict(
-            NANOGPT=recipes.NANOGPT | dict(n_layer=1, n_head=2, n_embd=16, block_size=16), ITERATIONS=3,
+            NANOGPT=recipes.NANOGPT | dict(n_layer=1, n_head=2, n_embd=16, block_size=16), ITERATIONS=3, N_STEPS=20,
             CHANGES=dict(rope=rope), TIMED={'nanoGPT': {}, 'rope': rope, 'the recipe': recipes.RECIPE},
             RATES={name: rates[1:3] for name, rates in recipes.RATES.items()}).items():
         monkeypatch.setattr(recipes, name, value)
@@ -23,16 +22,6 @@ def small(repo, monkeypatch):
 
 
 ASKED = SimpleNamespace(device='cpu', seed=1, seeds=2, iterations=0, repeats=1, json='', mode='recipes')
-
-
-def test_the_loop_computes_what_train_does(small):
-    """It begins with the loss of an even guess and learns; a recipe's too."""
-    for settings in recipes.TIMED.values():
-        step = recipes.training(settings, 0)
-        losses = [step(k) for k in range(30)]
-        vocab_size = recipes.vocab_size_of(recipes.DATA)
-        assert losses[0] == pytest.approx(torch.tensor(vocab_size).log().item(), abs=0.1)
-        assert losses[-1] < losses[0] - 0.2
 
 
 def test_each_recipe_has_the_seconds_of_nanogpts(small, monkeypatch):
@@ -71,6 +60,5 @@ def test_times_are_measured_again_where_the_figures_lack_a_recipe_or_are_of_anot
 
 def test_steps_are_timed_in_turns(small):
     rows, = recipes.steps(ASKED)
-    torch.set_float32_matmul_precision('highest')
     assert [row['recipe'] for row in rows] == ['nanoGPT', 'rope', 'the recipe']
     assert all(row['iteration_s'] > 0 for row in rows) and rows[0]['nanogpt_over'] == 1
