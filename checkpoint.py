@@ -39,12 +39,7 @@ def first_line(e):
 
 
 def load(path, device='cpu'):
-    """
-    The checkpoint at path, a dict of tensors and plain values, on device.
-
-    ValueError if there is no such file, if its bytes are not those that were saved, or if its contents are not those
-    of a checkpoint.
-    """
+    """The checkpoint at path, tensors and plain values, on device. ValueError unless it is there, whole, and one."""
     if not os.path.isfile(path):
         folder, advice = os.path.dirname(path), "train one first, with python train.py config/train_shakespeare_char.py"
         if os.path.isfile(folder):
@@ -73,8 +68,7 @@ def load(path, device='cpu'):
 def check_bytes(f):
     """
     Compare the bytes of every entry of the zip file f with the CRC in the file, which torch does not. An entry that is
-    marked as a folder is refused too: torch takes it for an empty one, and returns uninitialised memory. ValueError or
-    zipfile.BadZipFile if the file is damaged.
+    marked as a folder is refused too: torch takes it for an empty one, and returns uninitialised memory.
     """
     start = f.read(len(ZIP_START))
     if start != ZIP_START:
@@ -124,9 +118,8 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     The checkpoint's model: GPT(GPTConfig(its model_args, and override_args)) with its weights. Keys of model_args that
     GPTConfig does not have are left out. ValueError if model_args are incomplete or do not fit the weights.
     """
-    saved = checkpoint['model_args']
     known = {f.name for f in fields(GPTConfig)}
-    args = {k: v for k, v in saved.items() if k in known} | override_args
+    args = {k: v for k, v in checkpoint['model_args'].items() if k in known} | override_args
     missing = [name for name in SIZES if name not in args]
     if missing:
         raise ValueError(f"the checkpoint's model_args lack {', '.join(missing)}: it cannot be built")

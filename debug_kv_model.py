@@ -83,22 +83,22 @@ class CausalSelfAttention(model.CausalSelfAttention):
             n_rows, n_keys = positions.q_pos.numel(), getattr(new_cache, 'n_keys', None) or new_cache.read.size(1)
             return trace(who, f"placed {n_rows} rows, mask T_q={T} T_k={n_keys}")
         start, end, max_ctx = old_cache[2], new_cache.cache_pos, new_cache.k_cache.size(2)
-        written, n_seen = None, end
-        if isinstance(start, int):
-            written = positions.slots
-            if config.window:
-                n_seen = min(end, config.n_sink + config.window)
-                trace(who, f"slots {int(written[0])} to {int(written[-1])} of a ring")
-        if isinstance(start, int) and start == 0:
-            trace(who, f"init_cache T={T} max_ctx={max_ctx}")
-        else:
+        n_seen, ragged = end, isinstance(start, torch.Tensor)
+        if config.window and not ragged:
+            n_seen = min(end, config.n_sink + config.window)
+            trace(who, f"slots {int(positions.slots[0])} to {int(positions.slots[-1])} of a ring")
+        if ragged or start > 0:
             trace(who, f"cache_pos={start} T={T} new_cache_pos={end} max_ctx={max_ctx}")
             trace(who, f"using cache T_k={n_seen}")
+        else:
+            trace(who, f"init_cache T={T} max_ctx={max_ctx}")
         trace(who, f"mask T_q={T} T_k={n_seen}")
-        if isinstance(start, int) and end != start + T:
+        if ragged:
+            return
+        if end != start + T:
             alarm(who, f"cache_pos went from {start} to {end}, but {T} positions were fed")
         for name, cache in (('keys', new_cache.k_cache), ('values', new_cache.v_cache)):
-            if written is not None and cache[:, :, written].isnan().any():
+            if cache[:, :, positions.slots].isnan().any():
                 alarm(who, f"NaN in the {name} of positions {start} to {end - 1}")
 
 

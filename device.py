@@ -209,11 +209,11 @@ def share_cores(seconds=0.5):
     """
     From now on, torch's waiting threads sleep while other processes need the cores. Otherwise they spin.
 
-    GNU's OpenMP spins for milliseconds, which is fastest on cores that nobody else needs. Beside another process two
-    threads may get one core, and then one spins until its slice of time is over, in each of the hundreds of operations
-    of an iteration. With more threads than cores it spins only briefly (see its documentation of GOMP_SPINCOUNT). So a
-    daemon thread measures the load every so many seconds, and starts or ends a team of idle threads. Results do not
-    change. Nothing is done for other OpenMPs, nor where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
+    GNU's OpenMP spins for milliseconds. Beside another process two threads may get one core, and then one spins until
+    its slice of time is over, in each of the hundreds of operations of an iteration. With more threads than cores it
+    spins only briefly (see its documentation of GOMP_SPINCOUNT). So a daemon thread measures the load every so many
+    seconds, and starts or ends a team of idle threads. Nothing is done for other OpenMPs, nor where OMP_WAIT_POLICY or
+    GOMP_SPINCOUNT is set.
     """
     if sys.platform != 'linux' or {'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys():
         return

@@ -2,14 +2,12 @@
 The training step on a CPU: it keeps freed memory, oneDNN multiplies matrices, and the loss is computed in parts.
 
 torch multiplies float32 matrices by MKL, which on processors that are not Intel's uses half of the width of their
-vectors: on an AMD EPYC (Zen 5) oneDNN is 2.2 times as fast. The sums are rounded in another order. On Intel's
-processors MKL is faster than oneDNN (up to 1.6 times, on a Xeon with AMX), and the linears of the model keep using it.
-The loss in parts uses oneDNN on every processor: with MKL its time differs by only 5 % on that Xeon.
+vectors. oneDNN does not, and rounds sums in another order. On Intel's processors MKL is faster (up to 1.6 times, on a
+Xeon with AMX), and the linears of the model keep using it, but not the loss in parts, whose time differs by only 5 %.
 
 The logits of 1,536 tokens and a vocabulary of 50,304 take 309 MB, and their gradient as much again. `PartedLoss`
-computes loss and gradient of a part that stays in the processor's caches, and then those of the next one. On one thread
-of that Xeon, forward and backward pass of a small model take 0.56 s instead of 0.96 s in bfloat16, and 0.87 s instead
-of 1.2 s in float32. On the EPYC they take a quarter of the time in bfloat16, and four tenths in float32.
+computes loss and gradient of a part that stays in the processor's caches, and then those of the next one.
+docs/TRAINING.md says what all of it brings.
 """
 import ctypes
 import platform
@@ -26,9 +24,8 @@ PART_BYTES = 3 * 2**23  # of the float32 logits of a part; a quarter and four ti
 def keep_freed_memory():
     """
     Let glibc keep freed memory for the next iteration. By default it gives most of that back to the system, and the
-    next iteration waits for cleared pages: 8 % of the time of a small model (median of 8 pairs of runs, from -2 to
-    18 %). Tensors of more than 32 MB are still given back, because they would leave gaps. Other C libraries are not
-    changed.
+    next iteration waits for cleared pages. Tensors of more than 32 MB are still given back, because they would leave
+    gaps. Other C libraries are not changed.
     """
     if platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL(None)
