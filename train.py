@@ -159,7 +159,13 @@ def train(config, world_size, rank, stop, log, checkpointer):
             log.say(f"{split}: {len(batches.starts):,} conversations{cut}")
     if dev == 'cpu' and not dist.is_initialized() and not eval_only:
         choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
-    eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
+    eval_model = raw_model
+    if compile and parallel == 'ddp' and not dev.startswith('cpu'):  # a sharded model has compiled its blocks
+        log.say("compiling the model (about a minute)")
+        eval_model = torch.compile(raw_model)
+    model = eval_model
+    if world_size > 1 and parallel == 'ddp':  # it averages gradients over the processes, as a sharded model does
+        model = DistributedDataParallel(model, device_ids=[dev] if dev.startswith('cuda') else None)
     if resumed:
         restore(resumed, optimizer, scaler)
     iter_num = first_iter = resumed.get('iter_num', 0)
@@ -316,22 +322,6 @@ def build_model(config, data_dir, dev, say):
         model.to(dev)
     say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {dev}")
     return model, resumed, tokenizer_state
-
-
-def wrap_model(raw_model, dev, world_size, say):
-    """
-    (the model for evaluation, the model for training). Both are compiled if asked; the second averages gradients over
-    the processes. A sharded model does both by itself.
-    """
-    model = raw_model
-    if parallel == 'fsdp':
-        return model, model
-    if compile and not dev.startswith('cpu'):
-        say("compiling the model (about a minute)")
-        model = torch.compile(model)
-    if world_size == 1:
-        return model, model
-    return model, DistributedDataParallel(model, device_ids=[dev] if dev.startswith('cuda') else None)
 
 
 def trial(model, optimizer, amp, batches):
