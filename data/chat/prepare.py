@@ -40,7 +40,6 @@ def main(config):
     for i, (where, line) in enumerate(found):
         is_held_out = line.get('held_out') if has_held_out else i % 10 == 9
         try:
-            check_answers(line)
             ids, scored = scored_tokens(made, line['messages'])
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from e
@@ -61,25 +60,21 @@ def main(config):
               f"scored; the longest has {max(len(ids) for ids, _ in rows):,}")
 
 
-def check_answers(line):
-    """ValueError for an answer that is empty, a role that is not one of ROLES, and a wrong "held_out"."""
+def is_conversation(line):
+    """Has a line of a file messages? ValueError if they cannot be trained on."""
     if line.get('held_out') not in (None, False, True):
         raise ValueError(f'"held_out" must be true or false, not {line["held_out"]!r:.40}')
-    for i, message in enumerate(line['messages']):
-        if message['role'] not in ROLES:
-            raise ValueError(f"the role of message {i + 1} must be one of {', '.join(ROLES)}, not "
-                             f"{message['role']!r:.40}")
-        if message['role'] == 'assistant' and not message['content'].strip():
-            raise ValueError(f"message {i + 1}, of the assistant, is empty, and a model would learn to say nothing: "
-                             "leave the line out")
-
-
-def is_conversation(line):
-    for i, message in enumerate(messages := line['messages']):
+    for i, message in enumerate(messages := line['messages'], 1):
         if message.get('tool_calls') or message.get('function_call'):
-            raise ValueError(f"message {i + 1} calls tools, but only texts can be trained on: leave the line out")
-        if not isinstance(message['role'], str) or not isinstance(message['content'], str):
-            raise ValueError(f"role and content of message {i + 1} must be texts")
+            raise ValueError(f"message {i} calls tools, but only texts can be trained on: leave the line out")
+        role, content = message['role'], message['content']
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(f"role and content of message {i} must be texts")
+        if role not in ROLES:
+            raise ValueError(f"the role of message {i} must be one of {', '.join(ROLES)}, not {role!r:.40}")
+        if role == 'assistant' and not content.strip():
+            raise ValueError(f"message {i}, of the assistant, is empty, and a model would learn to say nothing: leave "
+                             "the line out")
     return messages
 
 
