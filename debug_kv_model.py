@@ -141,11 +141,8 @@ class GPT(model.GPT):
         self.step_number += 1
         full = use_cache and idx.size(1) == self.config.max_positions
         if tracing():
-            trace(
-                'generate',
-                f"step={self.step_number} use_cache={use_cache} kv_cache_present="
-                f"{kv_cache is not None and not full} cache_full={full} idx_cond.shape={tuple(idx.shape)}",
-            )
+            trace('generate', f"step={self.step_number} use_cache={use_cache} kv_cache_present="
+                  f"{kv_cache is not None and not full} cache_full={full} idx_cond.shape={tuple(idx.shape)}")
         logits, new_cache = super().step(idx, kv_cache, use_cache)
         if tracing() and kv_cache and new_cache and any(
                 new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):

@@ -49,12 +49,9 @@ def load_model(dev):
             print(f"model: {path}")
             model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).to(dev).eval()
             return model, checkpoints.tokenizer_of(checkpoint)
-    print(
-        f"!! no checkpoint trained on Shakespeare in {os.path.join(os.getcwd(), 'out*')}: this compares "
-        "RANDOM WEIGHTS, not your model.\n!! Run it in the folder that has your out*/ckpt.pt, or train one: "
-        "python train.py config/train_shakespeare_char.py",
-        file=sys.stderr,
-    )
+    print(f"!! no checkpoint trained on Shakespeare in {os.path.join(os.getcwd(), 'out*')}: this compares "
+          "RANDOM WEIGHTS, not your model.\n!! Run it in the folder that has your out*/ckpt.pt, or train one: "
+          "python train.py config/train_shakespeare_char.py", file=sys.stderr)
     print("model: RANDOM WEIGHTS, 4 layers of 128 channels")
     torch.manual_seed(seed)
     config = gpt.GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)
@@ -154,7 +151,6 @@ def print_speeds(columns):
 def main(config):
     configurator.check_range(globals(), 1, math.inf, 'new_tokens', 'repeats', 'window')
     configurator.check_range(globals(), 0, math.inf, 'seed')
-    sys.stdout.reconfigure(errors='replace')  # where a terminal cannot show a sign or a character
     dev = pick_device(device)
     model, tokenizer = load_model(dev)
     if model.config.block_size > window:
