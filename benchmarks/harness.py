@@ -20,11 +20,9 @@ PAUSE = 0.05  # seconds before each run: threads of the one before may still spi
 
 class Case(NamedTuple):
     """
-    One of the things that are compared.
-
-    labels: what its row begins with, {name: value}. step: what is timed. setup: a function of the number of the round
-    that comes before and is not timed; step is called with what it returns, or without arguments if there is none.
-    per: the figures are of one of so many steps or tokens that a call makes.
+    One of the things that are compared. labels: what its row begins with, a dict. step: what is timed. setup: a
+    function of the number of the round that comes before and is not timed; step is called with what it returns, or
+    without arguments if there is none. per: the figures are of one of so many steps or tokens that a call makes.
     """
     labels: dict
     step: Callable

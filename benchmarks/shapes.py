@@ -23,8 +23,6 @@ LLAMAS = {  # the shapes of SmolLM2-135M and of Qwen2.5-0.5B; the context is L's
 }
 SHAPES = GPTS | LLAMAS
 PROMPT = 6  # tokens before the generated ones
-# new tokens that fit after the prompt; from L on more would fit, but take long
-WITHIN_WINDOW = {'S': 122, 'M': 200, 'L': 50, 'smollm2': 50, 'qwen0.5b': 50}
 
 
 def random_tokens(model, *shape, seed=0):

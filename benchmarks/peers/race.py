@@ -21,7 +21,7 @@ from benchmarks.peers.ctranslate import CTranslate2
 from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.peers.onnx import OnnxRuntime
-from benchmarks.shapes import PROMPT, SHAPES, WITHIN_WINDOW, label, model_of, random_tokens
+from benchmarks.shapes import PROMPT, SHAPES, label, model_of, random_tokens
 
 CPU_ONLY = "the peers are compared, beginning with float32 weights,"
 PEERS = HuggingFace, CTranslate2, LlamaCpp, OnnxRuntime
@@ -29,6 +29,7 @@ ENGINES = NoCache, Cache, Ours, *PEERS
 BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5625}  # of a weight, about: engines differ in their scales
 BATCHES = {'S': (1, 10, 32), 'M': (1, 10, 32)}                # and (1, 8) of larger ones
 PREFILLS = {'S': (64,), 'M': (256,), 'L': (512, 1000)}        # and 512 of llamas
+NEW_TOKENS = {'S': 122, 'M': 200}                             # within the window; and 50 of larger ones
 WARM_UP = 32       # tokens of a prompt that are fed before a timed run
 TRIALS = 3         # of each way to run an engine, the first of which warms up
 NEAR_TIE = 1e-4    # logits that differ by less than this are decided by rounding, in float32
@@ -49,7 +50,7 @@ def check(asked):
 def decoding(asked):
     for name in asked.shapes or SHAPES:
         for B in asked.batches or BATCHES.get(name, (1, 8)):
-            yield race(asked, name, B, PROMPT, max(asked.lengths or [WITHIN_WINDOW.get(name, 50)]), ENGINES)
+            yield race(asked, name, B, PROMPT, max(asked.lengths or [NEW_TOKENS.get(name, 50)]), ENGINES)
 
 
 def prefill(asked):
