@@ -145,9 +145,8 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None, weights='float
     dtype: of the weights of such a model, see `formats.from_pretrained`. weights: how the decoder reads them. On a CPU
         all but float32 are packed, and nothing else reads them, so they are read one by one as they are packed.
 
-    For the tokenizer of a folder see `tokenizer.state_of_dataset`. ValueError if there is no such model or tokenizer,
-    or if the tokenizer has more tokens than the model. Only tokens that were added to it may be more: stderr says so,
-    and it refuses them.
+    ValueError if there is no such model or tokenizer, or if the tokenizer has more tokens than the model. Only tokens
+    that were added to it may be more: stderr says so, and it refuses them.
     """
     if is_run(init_from):
         init_from, out_dir = 'resume', init_from

@@ -33,9 +33,7 @@ from tokenizer import read_text
 
 
 class Settings(dict):
-    """
-    {name: value} of all settings of a script. given: {name: 'command line' or the config file} of those that were set.
-    """
+    """{name: value} of all settings of a script. given: {name: 'command line' or the config file} of those set."""
 
     def __init__(self, values, given):
         super().__init__(values)
@@ -90,10 +88,8 @@ def rank():
 
 def leave_it_to_the_first_process(patience=10.0):
     """
-    Wait until torchrun ends this process. It does if process 0 has failed as well, which then prints the error.
-
-    Otherwise every process would print the same line, or a traceback if it only lost its connection to process 0. This
-    returns after `patience` seconds: then process 0 has not failed, and this process prints its own error.
+    Wait until torchrun ends this process, as it does if process 0 has failed too, which then prints the error for all.
+    This returns after `patience` seconds: then process 0 has not failed, and this process prints its own error.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(patience)
@@ -118,10 +114,7 @@ PACKAGES = 'torch', 'numpy', 'numba', 'filelock', 'tiktoken', 'tokenizers', 'tqd
 
 
 def check_installation(packages=PACKAGES, advice=None):
-    """
-    Exit with one line if a package is missing, most often because the virtual environment is not active. advice: what
-    to do about it otherwise.
-    """
+    """Exit with one line if a package is missing. advice: what to do then; by default, to activate the environment."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if not missing:
         return
@@ -227,12 +220,10 @@ def _shown(name, value, show=repr):
 class Assigned(dict):
     """The variables of a config file. names: those that it has assigned, also to the value that they had."""
 
-    def __init__(self, *args, **values):
-        super().__init__(*args, **values)
-        self.names = set()
+    names = frozenset()
 
     def __setitem__(self, name, value):
-        self.names.add(name)
+        self.names |= {name}
         super().__setitem__(name, value)
 
 

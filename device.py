@@ -96,9 +96,7 @@ def logits_of_chunks(GPT, GPTConfig, device, dtype):
 
 
 def default_peak_flops(device):
-    """
-    The highest dense FLOPS of a device by its data sheet: half precision on a GPU, float32 on a CPU. None if unknown.
-    """
+    """The highest dense FLOPS of a device by its data sheet: half precision on a GPU, float32 on a CPU; or None."""
     device = torch.device(device)
     if device.type == 'cuda':
         sheet = {'B200': 2250e12, 'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40': 181e12, 'L4': 121e12,
@@ -152,11 +150,10 @@ def fastest_threads(step, rounds=5, seconds=2.0, limit=1.0):
     Set torch to the number of CPU threads with which step() is fastest: its own number, half of it, and so on to 1.
     Returns (threads, {threads: median seconds}).
 
-    Every round tries every number once, so that other programs on the machine slow all of them down alike. No new round
-    begins after `seconds`. Torch's own number is kept unless another one is faster by more than a tenth.
-    With fewer threads the time is expected to fall and then to rise: after a number that takes twice the best time so
-    far, no smaller one is tried. Nothing is tried, and the second is {}, if torch has one thread only, or if a step
-    takes more than `limit` seconds: such a step is large enough for all threads.
+    Every round tries every number once, so that other programs slow all of them down alike. No round begins after
+    `seconds`. Torch's own number is kept unless another one is faster by more than a tenth. After a number that takes
+    twice the best time so far, no smaller one is tried. Nothing is tried, and the second is {}, if torch has one thread
+    only, or if a step takes more than `limit` seconds: such a step is large enough for all threads.
     """
     most, times = torch.get_num_threads(), {}
 

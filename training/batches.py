@@ -81,10 +81,8 @@ def token_file(folder, split):
 
 def open_tokens(folder, split, block_size):
     """
-    The token ids of a split, as a memory map of its file (`split`.bin: uint16, or the dtype in meta.json).
-
-    ValueError if the file is missing, if its size is not a whole number of tokens, if it is shorter than one row of a
-    batch, which takes block_size + 1 tokens, or if its ids are of another dtype.
+    The token ids of a split, as a memory map of its file (`split`.bin: uint16, or the dtype in meta.json). ValueError
+    if it is missing, has ids of another dtype, or is shorter than a row of a batch, which takes block_size + 1 tokens.
     """
     path = token_file(folder, split)
     named = tokenizers.read_meta(folder).get('dtype')
@@ -128,11 +126,9 @@ class Batches:
     """
     Random batches of a data folder's split: batches(step) -> (inputs, targets).
 
-    A batch is drawn from a generator that is made from (seed, split, step), so the same step always gives the same
-    batch. That is why a resumed run draws the batches that the run before would have drawn, why processes share one
-    global batch by taking different steps, and why every evaluation uses the same batches.
-
-    Raises ValueError for the reasons of `open_tokens`.
+    A batch is drawn from a generator that is made from (seed, split, step). That is why a resumed run draws the batches
+    that the run before would have drawn, why processes share one global batch by taking different steps, and why every
+    evaluation uses the same batches. ValueError for the reasons of `open_tokens`.
     """
 
     def __init__(self, folder, split, batch_size, block_size, vocab_size, device, seed=0):

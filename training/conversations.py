@@ -19,7 +19,6 @@ class Conversations:
 
     Rows of similar length share a batch. An epoch has every row, and some rows twice to fill the last batch, in an
     order that is drawn from (seed, split, epoch). So a batch depends on the seed, the split and the step alone.
-
     ValueError, with their numbers, if some conversations have nothing to score in their first block_size + 1 tokens.
     """
 

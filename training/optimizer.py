@@ -95,7 +95,6 @@ def check_optimizer(settings):
 def make_optimizer(model, kind, settings):
     """
     The optimizer that the settings of train.py describe, for a GPT on a device of this kind ('cpu', 'cuda', ...).
-
     Muon takes the matrices of the blocks. AdamW's groups are those of `GPT.configure_optimizers`, without them.
     """
     learning_rate, betas = settings['learning_rate'], (settings['beta1'], settings['beta2'])

@@ -68,10 +68,9 @@ def shard(model, device, dtype, compile):
 
     A block's matrices are gathered when it runs, forward or backward, and then freed. Their gradients are averaged over
     the processes, in float32, and each process keeps those of its rows. So an optimizer that is made afterwards has a
-    part of the state too. With dtype bfloat16 or float16 the matrices are gathered in that dtype, and so are the
-    norms of queries and keys (parts of attention). Everything else (other norms, embeddings, and lm_head, which may be
-    the same tensor) is gathered in float32, once a pass. So other norms and the residual stream are computed as with
-    autocast alone. compile: whether to compile attention and MLPs.
+    part of the state too. With dtype bfloat16 or float16 attention and MLPs are gathered in that dtype. Everything else
+    (norms of the residual stream, embeddings, and lm_head, which may be the same tensor) is gathered in float32, once a
+    pass, and computed as with autocast alone. compile: whether to compile attention and MLPs.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second: only where it is used
