@@ -151,18 +151,13 @@ class Log:
         ax.grid(alpha=0.3)
         styles = dict(batch_loss=dict(color='0.8', lw=1), train_loss=dict(color='C0', marker='.'),
                       val_loss=dict(color='C1', marker='.'))
-        points = {column: [] for column in styles}
         try:
-            with open(self.file.name, newline='') as f:
-                for row in csv.DictReader(f):
-                    for column in points:
-                        if row.get(column):
-                            points[column].append((int(row['iter']), float(row[column])))
-            for column, of_column in points.items():
-                if of_column:
-                    step = math.ceil(len(of_column) / MOST_POINTS)
-                    shown = of_column[::-1][::step]  # the newest one among them
-                    ax.plot(*zip(*shown), label=column.replace('_', ' '), **styles[column])
+            for column, style in styles.items():
+                with open(self.file.name, newline='') as f:
+                    points = [(int(row['iter']), float(row[column])) for row in csv.DictReader(f) if row.get(column)]
+                if points:
+                    shown = points[::-1][::math.ceil(len(points) / MOST_POINTS)]  # the newest one among them
+                    ax.plot(*zip(*shown), label=column.replace('_', ' '), **style)
             ax.legend()
             with replacing(self.file.name.replace('log.csv', 'loss.png')) as f:
                 fig.savefig(f, format='png', dpi=110)
