@@ -64,7 +64,7 @@ def train(folder, settings):
 def iteration_seconds(settings, seed):
     """The time of an iteration, the median of the rows of a short run's log."""
     folder = os.path.join(FOLDER, 'steps')
-    train(folder, NANOGPT | settings | dict(seed=seed, max_iters=N_STEPS))
+    train(folder, NANOGPT | settings | dict(seed=seed, max_iters=N_STEPS, eval_iters=1))
     with open(os.path.join(folder, 'log.csv'), newline='') as f:
         return statistics.median(float(row['ms_per_iter']) / 1e3 for row in csv.DictReader(f) if row['ms_per_iter'])
 

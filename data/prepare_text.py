@@ -192,10 +192,7 @@ def write(path, content):
 
 
 def split(text):
-    """
-    Split a text into the parts of a data set: the first 90 % of its characters for training, the others for
-    validation. ValueError if it is too short.
-    """
+    """The parts of a data set: the first 90 % of a text for training, the rest to validate. ValueError if too short."""
     n_train = int(len(text) * 0.9)
     if n_train < 2:
         raise ValueError(f"the text has {len(text)} characters, and a data set needs at least 3: give a longer text")

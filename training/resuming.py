@@ -22,9 +22,7 @@ def load_furthest(out_dir, device):
 def settle_shape(config, model_config, source, say):
     """
     Put the model's shape into the settings. Where a config file or the command line asks for another shape, say that
-    this has no effect.
-
-    config: the Settings of the run; source: where the weights come from; say: prints a line.
+    this has no effect. source: where the weights come from.
     """
     c = model_config
     of_zero = dict(n_kv_head=c.n_head, head_dim=c.n_embd // c.n_head, n_inner=4 * c.n_embd)  # what 0 means
