@@ -13,7 +13,7 @@ from benchmarks.shapes import label, trained
 from tokenizer import read_json_lines, read_text
 
 CPU_ONLY = "models are evaluated"
-AT_ONCE = 16  # questions, or pieces of a text: the contexts of all of them fit into the pool
+AT_ONCE = 16  # questions, whose contexts all fit into the pool
 FORM = '{"question": "...", "choices": ["...", ...], "answer": 0}, with the number of the right choice'
 
 
@@ -40,11 +40,9 @@ def bits_of(model, tokenizer, text):
         tokens = [begin, *tokens]
     if len(tokens) < 2:
         raise ValueError(f"a text needs at least two tokens to be predicted, not {len(tokens)}")
-    score, pieces = log_likelihoods(model), []
     ends = [min(start + size, len(tokens) - 1) for start in range(0, len(tokens) - 1, size)]
     pairs = [(tokens[max(0, end - size):start + 1], tokens[start + 1:end + 1]) for start, end in zip([0, *ends], ends)]
-    for i in range(0, len(pairs), AT_ONCE):
-        pieces += score(pairs[i:i + AT_ONCE])
+    pieces = log_likelihoods(model)(pairs)
     n, lengths = len(pieces), torch.tensor([len(piece) for piece in pieces])
     nats = -torch.stack([piece.sum() for piece in pieces])
     mean, bits = (nats.sum() / lengths.sum()).item(), nats.sum().item() / math.log(2) / n_bytes
