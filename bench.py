@@ -16,7 +16,6 @@ How fast, measured here and now.
     python bench.py --mode=loss --init_from=SmolLM2-135M-Instruct --text=KV_CACHE.md,docs/TRAINING.md
     python bench.py --mode=eval --init_from=out-chat --text=my.txt --choices=tasks.jsonl
                                              how good a model is: bits per byte, multiple choice
-    python bench.py --mode=recipes           what each setting of a fast training run brings in equal seconds, in nats
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Nothing outside of this folder
 is read unless a path is given.
@@ -36,7 +35,7 @@ from benchmarks.harness import describe_machine, run_parts
 from benchmarks.shapes import GPTS, SHAPES
 from device import pick_device, pick_dtype, share_cores
 
-mode = 'generate'         # generate, train, peers, serve, loss, eval, gpu or recipes
+mode = 'generate'         # generate, train, peers, serve, loss, eval or gpu
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode.
                           # In peers mode also smollm2 and qwen0.5b, the shapes of SmolLM2-135M and Qwen2.5-0.5B
 init_from = ''            # in peers, loss and eval mode: a trained model, as in sample.py, or the out_dir of a run
@@ -54,8 +53,6 @@ only = ''                 # parts of a mode, as decoding,prefill; '' is all of t
 llama_server = ''         # of serve mode: the path of llama-server; without it only our server is measured
 requests = 0              # of each load in serve mode; 0 goes by the part
 json = ''                 # a file for the figures; parts and shapes that are not run stay in it
-iterations = 0            # of nanoGPT's run in recipes mode; 0 goes by the part
-seeds = 3                 # models of a recipe at its best rate in recipes mode, with the seeds `seed`, seed + 1, ...
 seed = 1337               # of weights and data
 device = 'auto'           # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the device
@@ -63,7 +60,7 @@ dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the devic
 # A module has PARTS, see `harness.Part`. It may have CPU_ONLY, what is measured on a CPU alone, and check(asked), which
 # raises ValueError and returns what is written beside the rows.
 MODES = dict(generate='generate', train='train_step', peers='peers.race', serve='serve.loads', loss='loss',
-             eval='evaluation', gpu='gpu', recipes='recipes')
+             eval='evaluation', gpu='gpu')
 
 
 def main(config):
@@ -106,8 +103,8 @@ def check_settings():
         raise ValueError("a model of init_from predicts files of text, and needs both: --init_from=... --text=FILE,...")
     if shape != 'auto' and set(shape.split(',')) - set(known):
         raise ValueError(f"shape must be auto or any of {', '.join(known)} in {mode} mode, not {shape!r}")
-    configurator.check_range(globals(), 1, math.inf, 'repeats', 'batch_size', 'seeds')
-    configurator.check_range(globals(), 0, math.inf, 'iterations', 'seed')
+    configurator.check_range(globals(), 1, math.inf, 'repeats', 'batch_size')
+    configurator.check_range(globals(), 0, math.inf, 'seed')
     configurator.check_range(globals(), 0, 10**6, 'requests')
 
 

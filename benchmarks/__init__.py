@@ -3,7 +3,6 @@ What is measured, and how. `bench.py` runs it.
 
     generate       tokens a second without a cache, with it, and as sample.py draws them
     train_step     time of a training iteration
-    recipes        what a setting brings to training in equal seconds
     loss           what rounded numbers and a shifted context cost, in nats
     evaluation     how good a model is: bits per byte, multiple choice
     gpu            the engine and its step on a GPU
