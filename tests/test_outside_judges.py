@@ -124,28 +124,28 @@ def test_llama_cpp_shifts_its_context_as_our_cells(config, monkeypatch):
     c = model.config
     caches = [CellCache(c.n_layer, c.n_kv_head, c.head_dim, n_cells, 2, unified, can_shift=True, rope_base=c.rope_theta,
                         rope_scaling=c.rope_scaling) for unified, n_cells in ((False, 64), (True, 128))]
-    with Batch(theirs.lib, range(2)) as batch:
-        batch.wanted[:] = 1
-        for step in range(sizes(200, 2000)):
-            for row, n_past in enumerate(lengths):
-                if n_past == 64 or n_past > 40 and rng.random() < 0.02:
-                    n_keep = rng.choice([0, 1, 5])
-                    n_discard = rng.randint(1, (n_past - n_keep) // 2)
-                    assert theirs.lib.llama_memory_seq_rm(memory, row, n_keep, n_keep + n_discard)
-                    theirs.lib.llama_memory_seq_add(memory, row, n_keep + n_discard, n_past, -n_discard)
-                    for cache in caches:
-                        cache.seq_rm(row, n_keep, n_keep + n_discard)
-                        cache.seq_add(row, n_keep + n_discard, -1, -n_discard)
-                    lengths[row] -= n_discard
-                    n_shifts += 1
-            tokens = torch.randint(model.config.vocab_size, (2, 1))
-            batch.token[:], batch.pos[:] = tokens[:, 0].numpy(), lengths
-            theirs.decode(batch)
-            expected = torch.tensor(theirs.logits())
-            for cache in caches:
-                with torch.no_grad():
-                    logits = logits_of(model, tokens, cache, {row: [n] for row, n in enumerate(lengths)})
-                worst = (logits - expected).abs().max() / expected.std()
-                assert worst < 5e-5, (cache.unified, step, worst)
-            lengths = [n + 1 for n in lengths]
+    batch = Batch(theirs.lib, range(2))
+    batch.wanted[:] = 1
+    for step in range(sizes(200, 2000)):
+        for row, n_past in enumerate(lengths):
+            if n_past == 64 or n_past > 40 and rng.random() < 0.02:
+                n_keep = rng.choice([0, 1, 5])
+                n_discard = rng.randint(1, (n_past - n_keep) // 2)
+                assert theirs.lib.llama_memory_seq_rm(memory, row, n_keep, n_keep + n_discard)
+                theirs.lib.llama_memory_seq_add(memory, row, n_keep + n_discard, n_past, -n_discard)
+                for cache in caches:
+                    cache.seq_rm(row, n_keep, n_keep + n_discard)
+                    cache.seq_add(row, n_keep + n_discard, -1, -n_discard)
+                lengths[row] -= n_discard
+                n_shifts += 1
+        tokens = torch.randint(model.config.vocab_size, (2, 1))
+        batch.token[:], batch.pos[:] = tokens[:, 0].numpy(), lengths
+        theirs.decode(batch)
+        expected = torch.tensor(theirs.logits(2))
+        for cache in caches:
+            with torch.no_grad():
+                logits = logits_of(model, tokens, cache, {row: [n] for row, n in enumerate(lengths)})
+            worst = (logits - expected).abs().max() / expected.std()
+            assert worst < 5e-5, (cache.unified, step, worst)
+        lengths = [n + 1 for n in lengths]
     assert n_shifts > sizes(5, 50)

@@ -68,8 +68,7 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
     """
     row, channels = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
-    heads = tl.program_id(1) * QUERIES + tl.arange(0, ROWS)
-    mine = tl.arange(0, ROWS) < QUERIES
+    heads, mine = tl.program_id(1) * QUERIES + tl.arange(0, ROWS), tl.arange(0, ROWS) < QUERIES
     numbers = mine[:, None] & (channels < D)[None, :]
     LANES: tl.constexpr = TILE if ROWS == 1 else ROWS
     of_head = (tl.program_id(1) * QUERIES // SHARED).to(tl.int64) * n_slots
@@ -83,15 +82,13 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
         tl.debug_barrier()  # all threads read what some have written
 
     n_splits = splits_of(position, sequence, 0, WINDOW, N_SINK, SPLIT, SPLITS)[0]
-    all_most, all_weight = tl.full((ROWS,), float('-inf'), tl.float32), tl.zeros((ROWS,), tl.float32)
-    all_sums = tl.zeros((ROWS, PADDED), tl.float32)
+    all_most, all_weight, all_sums = nothing(ROWS, PADDED)
     for split in tl.range(tl.program_id(2), n_splits, tl.num_programs(2)):
         n, low, end, of_sinks = splits_of(position, sequence, split, WINDOW, N_SINK, SPLIT, SPLITS)
         from_position = tl.where(of_sinks, tl.minimum(position, N_SINK + WINDOW - 1), position)
         of_query = (row * KINDS + tl.where(of_sinks, KINDS - 1, 0)) * N_HEAD + heads
         query = tl.load(q + of_query[:, None] * D + channels[None, :], numbers, 0)
-        most, weight = tl.full((LANES,), float('-inf'), tl.float32), tl.zeros((LANES,), tl.float32)
-        sums = tl.zeros((LANES, PADDED), tl.float32)
+        most, weight, sums = nothing(LANES, PADDED)
         start = low // TILE * TILE
         for tile in tl.range(0, ((end - start + TILE - 1) // TILE).to(tl.int32), num_stages=STAGES):
             first = start + tile * TILE
@@ -105,12 +102,11 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
             key = read(k, k_scale, at, seen, D, PADDED, GROUP, GROUP_SIZE).to(q.dtype.element_ty)
             value = read(v, v_scale, at, seen, D, PADDED, GROUP, GROUP_SIZE).to(q.dtype.element_ty)
             if ROWS == 1:
-                scores = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[:, None]
+                scores = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[:, None] * SCALE
                 keys, seen = keys[:, None], seen[:, None]
             else:
-                scores = tl.dot(query, tl.trans(key), input_precision='ieee')
+                scores = tl.dot(query, tl.trans(key), input_precision='ieee') * SCALE
                 keys, seen = keys[None, :], seen[None, :]
-            scores *= SCALE
             if slopes is not None:
                 scores -= slope * (from_position - keys).to(tl.float32)
             scores = tl.where(seen, scores, float('-inf'))
@@ -121,34 +117,23 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
                 sums = sums * kept[:, None] + weights * value.to(tl.float32)
             else:
                 sums = tl.dot(weights.to(value.dtype), value, sums * kept[:, None], input_precision='ieee')
-        if ROWS == 1:  # the lanes meet
-            largest = tl.max(most, axis=0, keep_dims=True)
-            kept = share(most, largest)
-            weight = tl.sum(weight * kept, axis=0, keep_dims=True)
-            sums = tl.sum(sums * kept[:, None], axis=0, keep_dims=True)
-        else:
-            largest = most
+        if ROWS == 1:
+            most, weight, sums = lanes_joined(most, weight, sums)
         if ALONE:
-            all_most, all_weight, all_sums = joined(all_most, all_weight, all_sums, largest, weight, sums)
+            all_most, all_weight, all_sums = joined(all_most, all_weight, all_sums, most, weight, sums)
         else:
             part = parts + ((row * N_SPLITS + split) * N_HEAD + heads) * (D + 2)
-            tl.store(part + D, largest, mine)
+            tl.store(part + D, most, mine)
             tl.store(part + D + 1, weight, mine)
             tl.store(part[:, None] + channels[None, :], sums, numbers)
 
-    done = ALONE
-    if not ALONE:
-        done = is_last(ended + row * N_HEAD + tl.program_id(1), tl.num_programs(2))
-        if done:
-            for split in tl.range(0, n_splits):
-                part = parts + ((row * N_SPLITS + split) * N_HEAD + heads) * (D + 2)
-                largest, weight = tl.load(part + D, mine, 0), tl.load(part + D + 1, mine, 0)
-                sums = tl.load(part[:, None] + channels[None, :], numbers, 0)
-                all_most, all_weight, all_sums = joined(all_most, all_weight, all_sums, largest, weight, sums)
-    if done:
-        all_sums /= tl.where(n_splits > 0, all_weight, 1)[:, None]  # of padding, 0
-        to = y + (row * N_HEAD + heads) * D
-        tl.store(to[:, None] + channels[None, :], all_sums.to(y.dtype.element_ty), numbers)
+    to = y + (row * N_HEAD + heads) * D
+    if ALONE:
+        write_mean(to, all_weight, all_sums, n_splits, mine, D, PADDED)
+    elif is_last(ended + row * N_HEAD + tl.program_id(1), tl.num_programs(2)):
+        all_weight, all_sums = parts_joined(parts + (row * N_SPLITS * N_HEAD + heads) * (D + 2), n_splits, mine, N_HEAD,
+                                            D, PADDED, ROWS)
+        write_mean(to, all_weight, all_sums, n_splits, mine, D, PADDED)
 
 
 @triton.jit
@@ -188,8 +173,46 @@ def share(score, most):
 
 
 @triton.jit
+def nothing(n: tl.constexpr, PADDED: tl.constexpr):
+    """The largest score, the sum of weights and the sums of values of no keys."""
+    return tl.full((n,), float('-inf'), tl.float32), tl.zeros((n,), tl.float32), tl.zeros((n, PADDED), tl.float32)
+
+
+@triton.jit
 def joined(most, weight, sums, of_split, of_weights, of_values):
-    """The largest score, the sum of weights and the sums of values of some splits and one more."""
+    """The same of some splits and one more."""
     largest = tl.maximum(most, of_split)
     kept, added = share(most, largest), share(of_split, largest)
     return largest, weight * kept + of_weights * added, sums * kept[:, None] + of_values * added[:, None]
+
+
+@triton.jit
+def lanes_joined(most, weight, sums):
+    """The same of all lanes together, one lane."""
+    largest = tl.max(most, axis=0, keep_dims=True)
+    kept = share(most, largest)
+    weight, sums = tl.sum(weight * kept, axis=0, keep_dims=True), tl.sum(sums * kept[:, None], axis=0, keep_dims=True)
+    return largest, weight, sums
+
+
+@triton.jit
+def parts_joined(parts, n_splits, mine, N_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+                 ROWS: tl.constexpr):
+    """The sum of weights and the sums of values of all parts: D sums, the largest score, the sum of weights."""
+    channels = tl.arange(0, PADDED)
+    numbers = mine[:, None] & (channels < D)[None, :]
+    most, weight, sums = nothing(ROWS, PADDED)
+    for split in tl.range(0, n_splits):
+        part = parts + split * N_HEAD * (D + 2)
+        of_split, of_weights = tl.load(part + D, mine, 0), tl.load(part + D + 1, mine, 0)
+        of_values = tl.load(part[:, None] + channels[None, :], numbers, 0)
+        most, weight, sums = joined(most, weight, sums, of_split, of_weights, of_values)
+    return weight, sums
+
+
+@triton.jit
+def write_mean(y, weight, sums, n_splits, mine, D: tl.constexpr, PADDED: tl.constexpr):
+    """Write y of some heads: the sums of values by the sum of weights; of padding, which has no splits, 0."""
+    sums /= tl.where(n_splits > 0, weight, 1)[:, None]
+    channels = tl.arange(0, PADDED)
+    tl.store(y[:, None] + channels[None, :], sums.to(y.dtype.element_ty), mine[:, None] & (channels < D)[None, :])
