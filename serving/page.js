@@ -206,7 +206,7 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
     view.show(text, true)
   }
   begin(start) {  // a stream will add to it
-    Object.assign(this, {start, first: 0, last: 0, reason: null, n_before: this.n, note_before: this.note.textContent})
+    Object.assign(this, {start, first: 0, reason: null, n_before: this.n, note_before: this.note.textContent})
     this.note.textContent = 'waiting'
     this.more.hidden = true
   }
@@ -223,13 +223,12 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
     const came = choice.token_ids.length
     this.n += came
     if (came && !this.first) { this.first = now; this.at_first = this.n }
-    this.last = now
+    const more = this.n - this.at_first, seconds = (now - this.first) / 1000
     if (this.first) this.speed.textContent = duration(this.first - this.start) + ' to the first token' +
-      (this.rate() ? `, ${number(this.rate())} tokens/s` : '')
+      (more && seconds ? `, ${number(more / seconds)} tokens/s` : '')
     this.say({stop: ', at its end', length: ', cut off'}[this.reason] ?? ' …')
     if (follow) this.scroller.scrollTop = this.scroller.scrollHeight
   }
-  rate() { return this.last > this.first ? (this.n - this.at_first) / (this.last - this.first) * 1000 : 0 }
   say(how) {
     this.note.textContent = count(this.n, 'token') + how
     this.element.style.removeProperty('--read')
@@ -248,16 +247,6 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
   }
 }
 
-function showSpeed(samples, start) {
-  const begun = samples.filter(sample => sample.first)
-  if (!begun.length) return
-  const first = Math.min(...begun.map(sample => sample.first)), last = Math.max(...begun.map(sample => sample.last))
-  const n = begun.reduce((sum, sample) => sum + sample.n - sample.at_first, 0)
-  const figure = (value, what) => make('span', {className: 'figure'}, make('b', {textContent: value}), what)
-  $('speed').replaceChildren(figure(duration(first - start), 'to the first token'),
-                             figure(last > first ? number(n / (last - first) * 1000) : '–', 'tokens a second'))
-}
-
 function setRunning(request) {
   running = request
   $('stop').disabled = !running
@@ -270,7 +259,6 @@ function setRunning(request) {
 async function stream(path, body, samples, use = () => {}) {
   for (const name of NUMBERS) body[name] ??= Number($(name).value)
   const controller = new AbortController(), start = performance.now()
-  $('speed').replaceChildren()
   tell()
   setRunning({abort: () => controller.abort(), samples, id: ''})
   for (const sample of samples) sample.begin(start)
@@ -285,7 +273,6 @@ async function stream(path, body, samples, use = () => {}) {
       if (event.error) throw new Error(event.error.message)
       for (const choice of event.choices) samples[choice.index].add(choice, performance.now())
       if (event.usage) use(event.usage)
-      showSpeed(samples, start)
     }
     if (!samples.every(sample => sample.reason)) throw new Error(LOST)
   } catch (error) {

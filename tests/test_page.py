@@ -251,8 +251,9 @@ def test_types_and_reads_the_stream(page):
     assert page.samples() == page.answers(seed=5, n=3, max_tokens=40)
     assert [note.text for note in page.all('.sample footer span:first-child')] == [
         '40 tokens, cut off'] * 3
-    first, rate = (float(figure.text.split()[0].replace(',', '')) for figure in page.all('#speed .figure b'))
-    assert first > 0 and rate > 0 and len({e.location['y'] for e in page.all('.sample')}) < 3
+    speeds = [speed.text for speed in page.all('.sample footer span:nth-child(2)')]
+    assert all(re.fullmatch(r'[1-9][\d.]* m?s to the first token, [1-9][\d,.]* tokens/s', each) for each in speeds)
+    assert len(speeds) == 3 and len({e.location['y'] for e in page.all('.sample')}) < 3
     whole = page.samples()
     page.fill(prompt='Q')
     page.go()
