@@ -469,7 +469,7 @@ function listChats() {
   $('title').textContent = turns.length ? titleOf({...chat, turns}) : ''
   $('unkept').textContent = unkept && `The browser does not keep what is new here: ${unkept}. ` +
     (local === NO_STORAGE ? 'Export this chat to keep it.' : 'Delete chats, or export this one.')
-  if ($('shelf').open && !$('list').querySelector('input')) $('list').replaceChildren(...allChats().map(rowOf))
+  if ($('shelf').open) $('list').replaceChildren(...allChats().map(rowOf))
 }
 
 function rowOf(kept) {
@@ -481,9 +481,8 @@ function rowOf(kept) {
                     onclick: () => isShown ? focusText() : showChat(kept), ariaCurrent: String(isShown)}),
     make('time', {className: 'soft', dateTime: time.toISOString(),
                   textContent: time.toLocaleDateString('en', {day: 'numeric', month: 'short'})}),
-    button('Rename', () => rename(kept, row)), button('Export', () => exportChat(kept)),
+    button('Rename', () => rename(kept)), button('Export', () => exportChat(kept)),
     button('Delete', () => deleteChat(kept)))
-  row.dataset.id = kept.id
   return row
 }
 
@@ -499,25 +498,11 @@ function showChat({id, name, system, turns: others} = {...newChat(), turns: []},
   edit()
 }
 
-function rename(kept, row) {
-  const field = make('input', {value: titleOf(kept), maxLength: 200, autocomplete: 'off',
-                               ariaLabel: 'Name of the chat'})
-  const end = name => {
-    field.onblur = null
-    field.remove()
-    if (kept.id === chat.id) { chat.name = name; keepChat() }
-    else { tell(put({...kept, name}) && 'There is no room for a longer name'); listChats() }
-  }
-  field.onblur = () => end(field.value.trim())
-  field.onkeydown = event => {
-    event.stopPropagation()
-    if (event.key !== 'Enter' && event.key !== 'Escape') return
-    event.preventDefault()
-    end(event.key === 'Enter' ? field.value.trim() : kept.name)
-    $('list').querySelector(`[data-id="${kept.id}"] .name`).focus()
-  }
-  row.firstChild.replaceWith(field)
-  field.select()
+function rename(kept) {
+  const name = prompt('Name of the chat', titleOf(kept))?.trim().slice(0, 200)
+  if (name === undefined) return
+  if (kept.id === chat.id) { chat.name = name; keepChat() }
+  else { tell(put({...kept, name}) && 'There is no room for a longer name'); listChats() }
 }
 
 function exportChat(kept) {
