@@ -5,6 +5,8 @@ const make = (tag, properties = {}, ...children) => {
   element.append(...children)
   return element
 }
+const button = (textContent, ariaLabel, onclick, className = '') => make('button', {
+  type: 'button', className: 'quiet small ' + className, textContent, ariaLabel, onclick})
 const number = n => n.toLocaleString('en', {maximumFractionDigits: n < 10 ? 1 : 0})
 const duration = ms => ms < 1000 ? number(Math.round(ms)) + ' ms' : (ms / 1000).toFixed(1) + ' s'
 const count = (n, what) => `${number(n)} ${what}${n === 1 ? '' : 's'}`
@@ -26,12 +28,13 @@ function keep(name, value) {
 const GONE = 'The server cannot be reached. See whether it still runs and whether the network is up, then send again.'
 const LOST = 'The connection to the server was lost in the middle of an answer. When it is back, go on or send again.'
 
+// For `catch`: an error of the network as one with this message; that of a stop stays as it is.
+const failed = message => error => { throw error.name === 'AbortError' ? error : new Error(message) }
+
 async function ask(path, options = {}) {
   const headers = {'content-type': 'application/json'}
   if ($('key').value) headers.authorization = 'Bearer ' + $('key').value
-  const response = await fetch(path, {...options, headers}).catch(error => {
-    throw error.name === 'AbortError' ? error : new Error(GONE)
-  })
+  const response = await fetch(path, {...options, headers}).catch(failed(GONE))
   if (response.ok) return response
   if (response.status === 401) $('key-field').hidden = false
   const error = (await response.json().catch(() => null))?.error
@@ -43,9 +46,7 @@ async function ask(path, options = {}) {
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader()
   for (let text = '';;) {
-    const {value, done} = await reader.read().catch(error => {
-      throw error.name === 'AbortError' ? error : new Error(LOST)
-    })
+    const {value, done} = await reader.read().catch(failed(LOST))
     if (done) return
     const parts = (text + value).split('\n\n')
     text = parts.pop()
@@ -103,9 +104,8 @@ function elementsOf(blocks) {
   }
   for (const pre of made.querySelectorAll('pre')) {
     const language = pre.firstChild.className.replace('language-', '') || 'code'
-    const button = make('button', {type: 'button', className: 'quiet small copy', textContent: 'Copy',
-                                   ariaLabel: 'Copy code'})
-    const box = make('div', {className: 'code'}, make('div', {}, make('span', {textContent: language}), button))
+    const box = make('div', {className: 'code'}, make('div', {}, make('span', {textContent: language}),
+                                                      button('Copy', 'Copy code', null, 'copy')))
     pre.replaceWith(box)
     box.append(Object.assign(pre, {ariaLabel: 'Code', ...wide}))
   }
@@ -113,9 +113,9 @@ function elementsOf(blocks) {
   return made
 }
 
-// Make the children of an element, behind this one, those of another. What is alike stays, and with it a selection.
-function patch(element, other, last = null) {
-  let old = last ? last.nextSibling : element.firstChild
+// Make the children of an element, from this number on, those of another. What is alike stays, and with it a selection.
+function patch(element, other, first = 0) {
+  let old = element.childNodes[first]
   for (const node of [...other.childNodes]) {
     const next = old?.nextSibling
     if (!old) element.append(node)
@@ -134,9 +134,9 @@ function patch(element, other, last = null) {
 // A view of a text that grows, as Markdown. Its blocks but the last stand, and are not read again.
 class Markdown {
   constructor() {
-    Object.assign(this, {element: make('div', {className: 'text'}), at: 0, last: null, long: false})
+    Object.assign(this, {element: make('div', {className: 'text'}), at: 0, n: 0, long: false})
   }
-  show(whole, ended) {  // at: where the last block begins in it; last: the node before that block
+  show(whole, ended) {  // at: where the last block begins in it; n: the nodes before that block
     const text = whole.replace(/\r\n?/g, '\n')
     for (let more = true; more && !this.long;) {
       const part = text.slice(this.at, this.at + PART)
@@ -148,8 +148,8 @@ class Markdown {
         if (this.long) break
         const made = elementsOf(blocks.slice(0, last)), n = made.childNodes.length
         made.append(elementsOf(blocks.slice(last)))
-        patch(this.element, made, this.last)
-        for (let i = 0; i < n; i++) this.last = this.last ? this.last.nextSibling : this.element.firstChild
+        patch(this.element, made, this.n)
+        this.n += n
         for (const block of blocks.slice(0, last)) this.at += block.raw.length
       } catch (error) {
         if (!(error instanceof RangeError)) throw error
@@ -157,7 +157,7 @@ class Markdown {
       }
     }
     if (this.long) patch(this.element, make('div', {}, make('p', {className: 'raw', textContent: text.slice(this.at)})),
-                         this.last)
+                         this.n)
   }
 }
 
@@ -195,12 +195,11 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
     Object.assign(this, {text, n, view, scroller})
     this.note = make('span', {textContent: note})
     this.speed = make('span', {textContent: speed})
-    const button = (text, className, act) => make('button', {
-      type: 'button', className: 'quiet small ' + className, textContent: text, onclick: act,
-      ariaLabel: text + (className === 'more' ? ' with ' : ' ') + name.toLowerCase()})
-    this.more = button('Go on', 'more', goOn)
+    const what = name.toLowerCase()
+    this.more = button('Go on', 'Go on with ' + what, goOn, 'more')
     this.more.hidden = !cut
-    this.buttons = make('div', {}, button('Copy', 'copy', event => copy(this.text, event.target)), this.more)
+    this.buttons = make('div', {}, button('Copy', 'Copy ' + what, event => copy(this.text, event.target), 'copy'),
+                        this.more)
     this.footer = make('footer', {}, this.note, this.speed, this.buttons)
     this.element = make('article', {className: 'sample', ariaLabel: name}, view.element, this.footer)
     view.show(text, true)
@@ -330,11 +329,9 @@ class Turn {  // repeats: how often this message was sent again, each time with 
     Object.assign(this, {message, repeats})
     this.answer = new Sample(`Answer ${i + 1}`, () => goOn(this), new Markdown(), $('turns'), answer)
     this.found = make('span', {className: 'found', textContent: found})
-    const button = (name, act) => make('button', {type: 'button', className: 'quiet small', textContent: name,
-                                                  onclick: act, ariaLabel: `${name} turn ${i + 1}`})
-    this.edit = button('Edit', () => place === i ? edit() : edit(i, message))
+    this.edit = button('Edit', `Edit turn ${i + 1}`, () => place === i ? edit() : edit(i, message))
     this.answer.buttons.before(this.found)
-    this.answer.buttons.append(button('Repeat', () => say(message, i, this.repeats + 1)))
+    this.answer.buttons.append(button('Repeat', `Repeat turn ${i + 1}`, () => say(message, i, this.repeats + 1)))
     this.element = make('div', {className: 'turn'}, make('div', {className: 'asked'},
       make('pre', {textContent: message, ariaLabel: `Message ${i + 1}`, dir: 'auto'}), this.edit), this.answer.element)
   }
@@ -474,15 +471,14 @@ function listChats() {
 
 function rowOf(kept) {
   const name = titleOf(kept), time = new Date(kept.time), isShown = kept.id === chat.id
-  const button = (text, act) => make('button', {type: 'button', className: 'quiet small', textContent: text,
-                                                ariaLabel: `${text} ${name}`, onclick: act, disabled: Boolean(running)})
   const row = make('li', {},
-    make('button', {type: 'button', className: 'name', textContent: name, disabled: Boolean(running),
-                    onclick: () => isShown ? focusText() : showChat(kept), ariaCurrent: String(isShown)}),
+    make('button', {type: 'button', className: 'name', textContent: name, ariaCurrent: String(isShown),
+                    onclick: () => isShown ? focusText() : showChat(kept)}),
     make('time', {className: 'soft', dateTime: time.toISOString(),
                   textContent: time.toLocaleDateString('en', {day: 'numeric', month: 'short'})}),
-    button('Rename', () => rename(kept)), button('Export', () => exportChat(kept)),
-    button('Delete', () => deleteChat(kept)))
+    button('Rename', 'Rename ' + name, () => rename(kept)), button('Export', 'Export ' + name, () => exportChat(kept)),
+    button('Delete', 'Delete ' + name, () => deleteChat(kept)))
+  for (const each of row.querySelectorAll('button')) each.disabled = Boolean(running)
   return row
 }
 
@@ -572,14 +568,10 @@ function paint(square, i, block) {
   if (square.key === key) return kind
   square.key = key
   square.className = kind
-  if (kind === 'used') square.style.background = lastColour[i] = colours[0]
-  if (kind === 'shared') {
-    const stripes = colours.map((c, k) => `${c} calc(var(--stripe) * ${k}) calc(var(--stripe) * ${k + 1})`)
-    square.style.background = `repeating-linear-gradient(135deg, ${stripes.join(', ')})`
-    lastColour[i] = colours[0]
-  }
-  if (kind === 'remembered') square.style.background = lastColour[i] || 'var(--soft)'
-  if (kind === 'free') square.style.background = lastColour[i] = ''
+  if (kind !== 'remembered') lastColour[i] = colours[0]  // none of a free one
+  const stripes = colours.map((c, k) => `${c} calc(var(--stripe) * ${k}) calc(var(--stripe) * ${k + 1})`)
+  square.style.background = kind === 'shared' ? `repeating-linear-gradient(135deg, ${stripes.join(', ')})` :
+    lastColour[i] ?? ''
   return kind
 }
 
@@ -719,11 +711,9 @@ $('form').addEventListener('submit', event => { event.preventDefault(); generate
 $('form').addEventListener('invalid', event => event.target.closest('#settings')?.setAttribute('open', ''), true)
 $('stop').addEventListener('click', () => { running?.abort(); focusText() })
 addEventListener('keydown', event => {
-  if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) { event.preventDefault(); generate() }
-  else if (event.key === 'Enter' && event.target === $('message') && !event.shiftKey && !event.isComposing) {
-    event.preventDefault()
-    generate()
-  }
+  const sends = event.ctrlKey || event.metaKey ||
+    event.target === $('message') && !event.shiftKey && !event.isComposing
+  if (event.key === 'Enter' && sends) { event.preventDefault(); generate() }
   if (event.key === 'Escape') running ? running.abort() : place !== null && edit()
 })
 $('turns').addEventListener('click', ({target}) => {
