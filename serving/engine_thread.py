@@ -14,7 +14,7 @@ from collections import deque
 from decode.draw import log_probabilities
 from engine.sequence import AHEAD_OF_STOPS, MOST_AHEAD
 from serving.request import Logprobs, Output, chunk_interval
-from serving.stats import Snapshots, Stats
+from serving.stats import Stats
 from tokenizer import TextStream, WholeTexts
 
 LOOKED_AT = 2.0          # seconds after a call of `state` in which it is kept up to date
@@ -70,14 +70,13 @@ class EngineThread:
         self.texts = WholeTexts(lambda token: b'' if token in special_ids else bytes_of(token))
         # {text: id}; a tokenizer may have more of them than the model has rows
         self.special_ids = {self.all_texts[token]: token for token in special_ids if token < self.vocab_size}
-        self.stats = Stats(engine)
-        self.snapshots = Snapshots(engine, self.stats, bytes_of)
+        self.stats = Stats(engine, bytes_of)
         self.max_queue, self.is_drafted = max_queue, hasattr(engine.executor, 'draft')
         self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: Live}
         self.undelivered = {}  # {Live with outputs: None}
         self.draining = self.stopping = self.dead = False
         self.thread, self.looked_at = None, float('-inf')
-        self.idle, self.snapshot = True, self.snapshots.take()  # idle: is the thread waiting, or not there?
+        self.idle, self.snapshot = True, self.stats.snapshot()  # idle: is the thread waiting, or not there?
 
     def start(self):
         self.thread = threading.Thread(target=self.run, name='engine', daemon=True)
@@ -135,13 +134,13 @@ class EngineThread:
 
     def state(self):
         """
-        The pool and the queue, a dict, see `stats.Snapshots`: as they are if the engine is idle, otherwise as they
+        The pool and the queue, a dict, see `stats.Stats.snapshot`: as they are if the engine is idle, otherwise as they
         were after a recent call. While it is looked at it is kept up to date; the first look may find an old one.
         """
         self.looked_at = time.monotonic()
         with self.condition:
             if self.idle:
-                self.snapshot = self.snapshots.take()
+                self.snapshot = self.stats.snapshot()
         return self.snapshot
 
     # the methods below run in the thread that calls the engine
@@ -178,7 +177,7 @@ class EngineThread:
         self.engine.longest_call = chunk_interval(len(self.live))
         self.hand_out(self.engine.step())
         if self.snapshot['time'] + BETWEEN_SNAPSHOTS < time.monotonic() < self.looked_at + LOOKED_AT:
-            self.snapshot = self.snapshots.take()
+            self.snapshot = self.stats.snapshot()
         return True
 
     def empty_inbox(self):
@@ -316,7 +315,7 @@ class EngineThread:
                 self.end(live, reason, error)
             except Exception:
                 traceback.print_exc(file=sys.stderr)
-        self.snapshot = self.snapshots.take()
+        self.snapshot = self.stats.snapshot()
 
 
 def logprobs_of(logits, tokens, k):

@@ -33,10 +33,12 @@ class Stats:
     """
     Counters of an `engine.Engine` and its thread: see COUNTERS; finished: {finish_reason: samples}. first_token,
     per_token: histograms of seconds. registry: of prometheus_client, with all of them. Any thread may read them.
+    bytes_of: a function of a token id. text_of: {page: (its Prefix, its text)}.
     """
 
-    def __init__(self, engine):
+    def __init__(self, engine, bytes_of):
         self.engine, self.scheduler, self.pool = engine, engine.scheduler, engine.pool
+        self.bytes_of, self.text_of = bytes_of, {}
         self.finished, self.registry = Counter(), CollectorRegistry()
         self.requests = self.prompt_tokens = self.generated_tokens = 0
         self.first_token, self.per_token = [
@@ -55,44 +57,36 @@ class Stats:
             finished.add_metric([reason], n)
         yield finished
 
+    def snapshot(self):
+        """
+        The dict of `EngineThread.state`:
 
-class Snapshots:
-    """
-    Makes the dict of `EngineThread.state`:
-
-    time: seconds, monotonic. page_size, n_blocks: of the pool.
-    blocks: for each block {'samples': which have it, a list of [request id, index]; 'remembered': can it be found?;
-    'text': of the tokens in it}.
-    running, waiting: samples by age, {'id': of the request, 'index', 'n_prompt': tokens of the prompt, 'n_tokens': with
-    its own, 'computed': how many are in the cache, 'blocks': its block table, with None where the window has passed}.
-    counters: {name: value} of GAUGES and COUNTERS.
-    """
-
-    def __init__(self, engine, stats, bytes_of):
-        self.engine, self.stats, self.bytes_of = engine, stats, bytes_of
-        self.text_of = {}  # {page: (its Prefix, its text)}
-
-    def take(self):
-        pool, page_size, running = self.engine.pool, self.engine.pool.page_size, []
-        counters = {name: value(self.stats) for name, (_, value) in (GAUGES | COUNTERS).items()}
-        shown = [{'samples': [], 'remembered': prefix is not None,
-                  'text': '' if prefix is None else self.text(page, prefix)}
-                 for page, prefix in enumerate(pool.prefix_of)]
-        for s in self.engine.scheduler.running:
-            running.append(self.shown(s) | {'blocks': s.table[:]})
+        time: seconds, monotonic. page_size, n_blocks: of the pool.
+        blocks: for each block {'samples': which have it, a list of [request id, index]; 'remembered': can it be found?;
+        'text': of the tokens in it}.
+        running, waiting: samples by age, {'id': of the request, 'index', 'n_prompt': tokens of the prompt, 'n_tokens':
+        with its own, 'computed': how many are in the cache, 'blocks': its block table, with None where the window has
+        passed}.
+        counters: {name: value} of GAUGES and COUNTERS.
+        """
+        size = self.pool.page_size
+        blocks = [{'samples': [], 'remembered': prefix is not None,
+                   'text': '' if prefix is None else self.text(page, prefix)}
+                  for page, prefix in enumerate(self.pool.prefix_of)]
+        for s in self.scheduler.running:
             for i, page in enumerate(s.table):
                 if page is not None:
-                    shown[page]['samples'].append([s.owner.live.request.id, s.owner.index])
-                    if not shown[page]['remembered']:
-                        shown[page]['text'] = self.decoded(
-                            s.tokens[i * page_size:min((i + 1) * page_size, s.n_computed)])
-        waiting = [self.shown(s) | {'blocks': []} for s in self.engine.scheduler.waiting]
-        return {'time': time.monotonic(), 'page_size': page_size, 'n_blocks': len(shown), 'blocks': shown,
-                'running': running, 'waiting': waiting, 'counters': counters}
+                    blocks[page]['samples'].append([s.owner.live.request.id, s.owner.index])
+                    if not blocks[page]['remembered']:
+                        blocks[page]['text'] = self.decoded(s.tokens[i * size:min((i + 1) * size, s.n_computed)])
+        return {'time': time.monotonic(), 'page_size': size, 'n_blocks': len(blocks), 'blocks': blocks,
+                'running': [self.shown(s) for s in self.scheduler.running],
+                'waiting': [self.shown(s) for s in self.scheduler.waiting],
+                'counters': {name: value(self) for name, (_, value) in (GAUGES | COUNTERS).items()}}
 
     def shown(self, s):
         return {'id': s.owner.live.request.id, 'index': s.owner.index, 'n_prompt': s.n_prompt,
-                'n_tokens': len(s.tokens), 'computed': s.n_computed}
+                'n_tokens': len(s.tokens), 'computed': s.n_computed, 'blocks': s.table[:]}
 
     def text(self, page, prefix):
         of, text = self.text_of.get(page, (None, ''))

@@ -141,7 +141,7 @@ class Stepping(EngineThread):
             if not (self.engine.is_idle or self.engine.over):
                 self.steps.wait_for(lambda: self.n_allowed > 0 or self.inbox or self.stopping, .05)
                 if self.n_allowed <= 0:
-                    self.snapshot = self.snapshots.take()
+                    self.snapshot = self.stats.snapshot()
                     return True
                 self.n_allowed -= 1
             return super().run_once()
