@@ -55,15 +55,9 @@ class Request:
         """So many tokens are drawn before one of the stop tokens can be, or a stop string ends a text."""
         return self.draw.get('min_tokens', 0)
 
-    def check_tokens(self, vocab_size):
-        """ValueError unless all token ids are in a vocabulary. It begins with the name of the field."""
-        for name, ids in (('prompt', self.prompt), ('stop_token_ids', self.stop_token_ids),
-                          ('logit_bias', self.draw.get('logit_bias', ()))):
-            check_ids(name, ids, vocab_size)
-
 
 def check_ids(name, ids, vocab_size):
-    """ValueError unless all token ids are in a vocabulary."""
+    """ValueError unless all token ids, of the field with this name, are in a vocabulary."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name} has the token id {token}, and the vocabulary has the ids 0 to {vocab_size - 1}")

@@ -2,6 +2,7 @@
 import secrets
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 
 import orjson
 
@@ -11,7 +12,7 @@ from serving.api import APIError, invalid
 from serving.bodies import MOST_SAMPLES, ChatBody
 from serving.constraints import Vocabulary, compiled
 from serving.grammars import json_rule
-from serving.request import Request
+from serving.request import Request, check_ids
 
 MOST_ENTRIES = 2**20  # of one answer: token ids and log probabilities, some 60 bytes each
 
@@ -100,9 +101,8 @@ class Served:
             raise invalid('tools' if body.tools else 'messages', "tools are not in this model's chat template: "
                           "describe them in a message, or start serve.py with --chat_template=, a file with another")
         self.check_length('messages', sum(len(message.content) for message in body.messages))
-        variables = body.variables
         try:
-            return self.tokenizer.conversation(messages, **variables)
+            return self.tokenizer.conversation(messages, **body.variables)
         except RecursionError:
             raise invalid('chat_template_kwargs', "tools or chat_template_kwargs are nested too deeply for the "
                           "chat template: send them with fewer levels") from None
@@ -206,8 +206,9 @@ def requests_of(body, served, id, deliver):
         requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed,
                             deliver=partial(deliver, i), **shared)
                     for i, (prompt, seed) in enumerate(zip(prompts, seeds))]
-        for request in requests:
-            request.check_tokens(len(served.token_bytes))
+        for name, ids in (('prompt', chain(*prompts)), ('stop_token_ids', body.stop_token_ids),
+                          ('logit_bias', body.logit_bias)):
+            check_ids(name, ids, len(served.token_bytes))
     except ValueError as e:  # it begins with the name of the field
         raise invalid(str(e).split()[0], str(e)) from None
     check_entries(body, requests)
