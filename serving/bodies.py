@@ -387,7 +387,7 @@ class TokenizeBody(Body, ConversationFields):
     """The body of POST /tokenize: a prompt, or messages."""
     prompt: str | None = None
     messages: list_of(Message, min_length=1, max_length=MOST_MESSAGES) | None = None
-    add_special_tokens: bool | None = Field(None, description="of a prompt, by default true")
+    add_special_tokens: bool = Field(True, description="of a prompt")
     return_token_strs: bool = Field(False, description="add token_strs, the text of each token")
 
 

@@ -115,10 +115,10 @@ class Service:
 
     def check_names(self, request):
         """APIError 403 if a request names another server (DNS rebinding), or comes from a page of another origin."""
-        host, origin = (request.headers.get(header, '') for header in ('host', 'origin'))
+        host, origin = request.headers.get('host', ''), request.headers.get('origin', '')
         if host and not self.hosts.fullmatch(host):
             header, value, setting = 'Host', host, 'allowed_hosts'
-        elif origin and not (is_own_page(host, origin) or {'*', origin} & {*self.origins}):
+        elif not is_own_page(request) and not {'*', origin} & {*self.origins}:
             header, value, setting = 'Origin', origin, 'cors_origin'
         else:
             return
@@ -197,9 +197,10 @@ class Service:
             mailbox.put(0, [Output(0, [], finish_reason='abort')])
 
 
-def is_own_page(host, origin):
-    """Is an Origin the server itself, whose Host a request names, or another port of this machine?"""
-    return origin.partition('://')[2] == host or re.fullmatch(THIS_MACHINE, origin.partition('://')[2], re.IGNORECASE)
+def is_own_page(request):
+    """Is the Origin of a request the server itself, whose Host it names, another port of this machine, or not said?"""
+    origin, name = request.headers.get('origin', ''), request.headers.get('origin', '').partition('://')[2]
+    return not origin or name == request.headers.get('host', '') or re.fullmatch(THIS_MACHINE, name, re.IGNORECASE)
 
 
 async def read(request):
@@ -335,10 +336,7 @@ async def tokenize(service, body):
         raise invalid('prompt', "prompt or messages: the body must have one of them")
 
     def answer():
-        if body.messages is not None:
-            tokens = served.conversation(body)
-        else:
-            tokens = served.encode(body.prompt, body.add_special_tokens is not False)
+        tokens = served.conversation(body) if body.messages else served.encode(body.prompt, body.add_special_tokens)
         names = [name_of_token(served.token_bytes[token]) for token in tokens] if body.return_token_strs else None
         return JSON({'tokens': tokens, 'count': len(tokens), 'max_model_len': served.max_tokens, 'token_strs': names})
     return await service.in_thread('tokens' if body.messages is None else 'template', answer)
@@ -358,8 +356,7 @@ async def cache(service, request):
     service.check_loaded()
     state, local = service.thread.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
     proxied = any(name.startswith(('forwarded', 'via', 'x-real-ip', 'x-forwarded')) for name in request.headers)
-    host, origin = (request.headers.get(header, '') for header in ('host', 'origin'))
-    strange = origin and not is_own_page(host, origin) and origin not in service.origins  # which * lets in
+    strange = not is_own_page(request) and request.headers['origin'] not in service.origins  # which * lets in
     if not service.api_key and (strange or proxied or not local):  # texts of prompts need the key or this machine
         state = state | {'blocks': [block | {'text': ''} for block in state['blocks']]}
     return JSON(state, headers={'cache-control': 'no-store'})
