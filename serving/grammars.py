@@ -13,7 +13,6 @@ if __name__ == '__main__':  # the process that compiles
 # isort: split
 from chat.template import answer_of, serve
 
-KINDS = 'json_schema', 'json_object', 'regex', 'choice', 'grammar'
 MOST_CHARACTERS = 2**17  # of a schema, an expression, a grammar, or all choices
 SECONDS = 2.0            # of the processor, for compiling one
 STACK = 2**22            # bytes, for compiling one: a thread has 2**23, or more
@@ -27,9 +26,10 @@ waiting = []             # processes that wait for a question
 
 def grammar_of(kind, text):
     """
-    The grammar of a kind of KINDS, a text that llguidance reads. text: a JSON schema as text, a regular expression
-    (Rust's, which the whole text matches), texts to choose from, a tuple, or a grammar (llguidance's kind of Lark, or
-    llama.cpp's GBNF). ValueError where it cannot be read, or is compiled too slowly; what else is wrong is not found.
+    The grammar of a form, a text that llguidance reads. kind, text: json_schema, a JSON schema as text; json_object,
+    any text; regex, a regular expression (Rust's, which the whole text matches); choice, texts, a tuple; grammar,
+    llguidance's kind of Lark, or llama.cpp's GBNF. ValueError where it cannot be read, or is compiled too slowly; what
+    else is wrong is not found.
     """
     n = len(text) if kind != 'choice' else sum(map(len, text))
     if n > MOST_CHARACTERS:
