@@ -379,13 +379,6 @@ function setRemoved(gone) {
   $('removed').firstChild.textContent = n && (removed.id === chat.id ? count(n, 'turn') : titleOf(removed)) + ' removed'
 }
 
-// Put others in the place of the turns from this place on, and remember those, so that Undo brings them back.
-function replaceTurns(from, others) {
-  tell()
-  setTurns([...turns.slice(0, from), ...others], taken(from))
-  keepChat()
-  edit()
-}
 const taken = from => ({...shownChat(), from, turns: keptOf(turns.slice(from))})
 
 function messagesOf({system, turns}) {
@@ -502,11 +495,9 @@ function rename(kept) {
 }
 
 function exportChat(kept) {
-  const file = new Blob([JSON.stringify({messages: messagesOf(kept)}, null, 2)], {type: 'application/json'})
-  const link = make('a', {href: URL.createObjectURL(file),
-                          download: titleOf(kept).replace(/[^\p{L}\p{N}]+/gu, '-').slice(0, 60) + '.json'})
-  link.click()
-  setTimeout(() => URL.revokeObjectURL(link.href), 60000)
+  const file = JSON.stringify({messages: messagesOf(kept)}, null, 2)
+  make('a', {href: 'data:application/json,' + encodeURIComponent(file),
+             download: titleOf(kept).replace(/[^\p{L}\p{N}]+/gu, '-').slice(0, 60) + '.json'}).click()
 }
 
 function deleteChat(kept) {
@@ -518,8 +509,11 @@ function deleteChat(kept) {
 
 function undo() {
   const {from, ...back} = removed
-  if (back.id === chat.id) return replaceTurns(from, turnsOf(back.turns, from))
-  showChat(back, unkept ? taken(0) : NOTHING)
+  if (back.id === chat.id) {
+    tell()
+    setTurns([...turns.slice(0, from), ...turnsOf(back.turns, from)], taken(from))
+    edit()
+  } else showChat(back, unkept ? taken(0) : NOTHING)
   keepChat()
 }
 
@@ -582,7 +576,6 @@ function draw() {
     layOut()
   }
   const count = {used: 0, shared: 0, remembered: 0, free: 0}
-  for (const sample of [...state.running, ...state.waiting]) colour(sample.id)
   state.blocks.forEach((block, i) => count[paint(squares[i], i, block)]++)
   for (const kind in count) $('n-' + kind).textContent = number(count[kind])
   $('size').textContent = `${number(state.n_blocks)} blocks of ${state.page_size} tokens`
@@ -618,8 +611,7 @@ function drawList(which) {
       row.style.setProperty('--colour', colour(sample.id, sample.index))
     }
     row.children[1].textContent = nameOf(sample)
-    row.children[2].textContent = (which === 'running' ? number(sample.computed) + ' of ' : '') +
-      number(sample.n_tokens) + ' tokens' + (which === 'running' ? ' computed' : '')
+    row.children[2].textContent = `${number(sample.computed)} of ${number(sample.n_tokens)} tokens computed`
     row.lastChild.firstChild.style.width = sample.computed / sample.n_tokens * 100 + '%'
     if (list.children[place] !== row) list.insertBefore(row, list.children[place] ?? null)
   })
@@ -654,10 +646,9 @@ function aboutSample(sample) {
 }
 
 function aboutBlock(block) {
-  const owners = block.samples.map(([id, index]) => ({id, index})), times = {}
-  for (const {id} of owners) times[nameOfRequest(id)] = (times[nameOfRequest(id)] ?? 0) + 1
-  const shown = Object.entries(times).map(([name, n]) => name + (n > 1 ? ` × ${n}` : '')).join(', ')
-  const whose = owners.length > 1 ? `shared by ${owners.length}: ${shown}` : owners.length ? nameOf(owners[0]) :
+  const owners = block.samples.map(([id, index]) => ({id, index}))
+  const names = [...new Set(owners.map(({id}) => nameOfRequest(id)))].join(', ')
+  const whose = owners.length > 1 ? `shared by ${owners.length}: ${names}` : owners.length ? nameOf(owners[0]) :
     block.remembered ? 'remembered: a prompt that begins alike finds it' : 'free'
   return [`Block ${cursor}, ${whose}`, make('pre', {textContent: block.text.replaceAll('\n', '⏎\n')})]
 }
