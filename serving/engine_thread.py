@@ -73,7 +73,6 @@ class EngineThread:
         self.stats = Stats(engine, bytes_of)
         self.max_queue, self.is_drafted = max_queue, hasattr(engine.executor, 'draft')
         self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: Live}
-        self.undelivered = {}  # {Live with outputs: None}
         self.draining = self.stopping = self.dead = False
         self.thread, self.looked_at = None, float('-inf')
         self.idle, self.snapshot = True, self.stats.snapshot()  # idle: is the thread waiting, or not there?
@@ -229,12 +228,9 @@ class EngineThread:
                 continue
             if output:
                 live.outputs.append(output)
-                self.undelivered[live] = None
-        for live in list(self.undelivered):
+        for live in list(self.live.values()):
             if live.outputs and (not live.going or live.has_prompt and now >= live.delivered + interval):
                 self.deliver(live)
-            if not live.outputs:
-                del self.undelivered[live]
 
     def output_of(self, s, given, now):
         """The `Output` of a sequence for what a call has given it, or None if that is nothing."""
