@@ -348,6 +348,7 @@ def test_pictures(chat, width, scheme, tmp_path):
         look('beginning')
         chat.press('Edit turn 2')
         chat['#shelf summary'].click()
+        chat.wait(lambda: chat.all('#list .name'))
         look('list', '#list .name', '#list time', '#list button')
         chat['#shelf summary'].click()
         chat['#settings summary'].click()
