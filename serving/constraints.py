@@ -37,10 +37,6 @@ class Vocabulary:
         self.library = llguidance.LLTokenizer(self)
         self.executor = llguidance.LLExecutor(os.cpu_count())
 
-    def __call__(self, text):
-        """The library divides no text into tokens, see `grammars.OPTIONS`."""
-        raise NotImplementedError
-
 
 class DeadEnd(ValueError):
     """The text of a sample cannot go on in its form."""
