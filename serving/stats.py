@@ -1,6 +1,7 @@
 """What the engine shows of itself: counters and times, their text for Prometheus, and the pool for the web page."""
 import time
 from collections import Counter
+from functools import lru_cache
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -33,12 +34,13 @@ class Stats:
     """
     Counters of an `engine.Engine` and its thread: see COUNTERS; finished: {finish_reason: samples}. first_token,
     per_token: histograms of seconds. registry: of prometheus_client, with all of them. Any thread may read them.
-    bytes_of: a function of a token id. text_of: {page: (its Prefix, its text)}.
+    bytes_of: a function of a token id.
     """
 
     def __init__(self, engine, bytes_of):
         self.engine, self.scheduler, self.pool = engine, engine.scheduler, engine.pool
-        self.bytes_of, self.text_of = bytes_of, {}
+        self.text = lru_cache(maxsize=2 * self.pool.n_pages)(  # most blocks have the text that they had
+            lambda tokens: b''.join(map(bytes_of, tokens)).decode('utf-8', 'replace'))
         self.finished, self.registry = Counter(), CollectorRegistry()
         self.requests = self.prompt_tokens = self.generated_tokens = 0
         self.first_token, self.per_token = [
@@ -70,15 +72,14 @@ class Stats:
         counters: {name: value} of GAUGES and COUNTERS.
         """
         size = self.pool.page_size
-        blocks = [{'samples': [], 'remembered': prefix is not None,
-                   'text': '' if prefix is None else self.text(page, prefix)}
-                  for page, prefix in enumerate(self.pool.prefix_of)]
+        blocks = [{'samples': [], 'remembered': prefix is not None, 'text': self.text(prefix.tokens if prefix else ())}
+                  for prefix in self.pool.prefix_of]
         for s in self.scheduler.running:
             for i, page in enumerate(s.table):
                 if page is not None:
                     blocks[page]['samples'].append([s.owner.live.request.id, s.owner.index])
                     if not blocks[page]['remembered']:
-                        blocks[page]['text'] = self.decoded(s.tokens[i * size:min((i + 1) * size, s.n_computed)])
+                        blocks[page]['text'] = self.text(tuple(s.tokens[i * size:min((i + 1) * size, s.n_computed)]))
         return {'time': time.monotonic(), 'page_size': size, 'n_blocks': len(blocks), 'blocks': blocks,
                 'running': [self.shown(s) for s in self.scheduler.running],
                 'waiting': [self.shown(s) for s in self.scheduler.waiting],
@@ -87,13 +88,3 @@ class Stats:
     def shown(self, s):
         return {'id': s.owner.live.request.id, 'index': s.owner.index, 'n_prompt': s.n_prompt,
                 'n_tokens': len(s.tokens), 'computed': s.n_computed, 'blocks': s.table[:]}
-
-    def text(self, page, prefix):
-        of, text = self.text_of.get(page, (None, ''))
-        if of is not prefix:
-            text = self.decoded(prefix.tokens)
-            self.text_of[page] = prefix, text
-        return text
-
-    def decoded(self, tokens):
-        return b''.join(map(self.bytes_of, tokens)).decode('utf-8', 'replace')
