@@ -636,11 +636,7 @@ function inspect() {
 }
 
 function aboutSample(sample) {
-  const chips = sample.blocks.map(i => {
-    const chip = make('span', {textContent: i ?? 'freed'})
-    if (i !== null) chip.style.boxShadow = `inset 0 -2px ${colour(sample.id, sample.index)}`
-    return chip
-  })
+  const chips = sample.blocks.map(i => make('span', {textContent: i ?? 'freed'}))
   return [`${nameOf(sample)}: ${sample.n_prompt} tokens of the prompt, ${sample.n_tokens - sample.n_prompt} new. ` +
           (chips.length ? 'Its block table:' : 'It has no blocks yet.'), make('div', {className: 'table'}, ...chips)]
 }
