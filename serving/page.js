@@ -39,8 +39,8 @@ async function ask(path, options = {}) {
   if (response.status === 401) $('key-field').hidden = false
   const error = (await response.json().catch(() => null))?.error
   if (error?.param === 'max_tokens') $('settings').open = true
-  throw Object.assign(new Error(error?.message?.replaceAll('max_tokens', 'Tokens') ?? `The server failed with status ${response.status}: send it later.`),
-                      {code: error?.code})
+  const message = error?.message ?? `The server failed with status ${response.status}: send it later.`
+  throw Object.assign(new Error(message.replaceAll('max_tokens', 'Tokens')), {code: error?.code})
 }
 
 async function* events(response) {
@@ -457,8 +457,7 @@ function keepChat() {
 
 function listChats() {
   $('title').textContent = turns.length ? titleOf({...chat, turns}) : ''
-  $('unkept').textContent = unkept && `The browser does not keep what is new here: ${unkept}. ` +
-    (local === NO_STORAGE ? 'Export this chat to keep it.' : 'Delete chats, or export this one.')
+  $('unkept').textContent = unkept && `The browser keeps nothing new of this chat: ${unkept}. Export it to keep it.`
   if ($('shelf').open) $('list').replaceChildren(...allChats().map(rowOf))
 }
 
