@@ -69,9 +69,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     budget = budget or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
     engine = Engine(model, executor, default_pool(model.config, n_blocks, page_size), budget)
     if hasattr(executor, 'prepare'):
-        free, _ = torch.cuda.mem_get_info(dev)
         executor.prepare(partial(tqdm, desc='recording graphs', unit='graph'))
-        print(f"memory: graphs {(free - torch.cuda.mem_get_info(dev)[0]) / 1e9:.2f} GB", file=sys.stderr)
     token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
     thread = EngineThread(engine, token_bytes, tokenizer.end_tokens, tokenizer.special_ids, max_queue)
     thread.start()
