@@ -29,14 +29,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
                 kv_memory=0.5, speculate='off', draft='', generation_config='', chat_template='', n_blocks=None,
                 page_size=16, max_num_batched_tokens=None, max_queue=1024):
     """
-    (an `EngineThread` that was started, what is `Served`).
-
-    init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
-    decoder, weights, threads, speculate: see `decode.best`; on CUDA weights='bfloat16' converts the model. draft: see
-    `checkpoint.load_draft`. kv_memory: on CUDA, the share of the free memory that the pool takes. generation_config:
-    'none' leaves out the file of that name. chat_template: a file, instead of the model's own. n_blocks, page_size: of
-    the pool, see `engine.default_pool`. max_num_batched_tokens: the most tokens of a step, which all samples wait for;
-    by default 64 to 512, fewer for larger models. ValueError if there is no such model or decoder.
+    (an `EngineThread` that was started, what is `Served`). The settings are those of serve.py, which says what each is.
+    ValueError if there is no such model or decoder.
 
     It sets two things of the process, which serves one model until it ends:
     - Later garbage collections leave out what there is now: torch's objects take 0.1 s, in which all samples wait.
