@@ -322,8 +322,6 @@ def as_it_came(tool, validate):
 
 
 Tool = Annotated[ToolFields, WrapValidator(as_it_came)]
-
-
 ToolChoice = Annotated[Literal['none', 'auto', 'required'] | ToolFields, says(
     'tool_choice should be none, auto, required, or an object with the type function and the name of a tool')]
 
