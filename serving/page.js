@@ -418,7 +418,7 @@ function goOn(turn) {
 
 // chats that the browser keeps, each under a key of its own. One is {id, name, system, time, turns: what kept() gave}
 
-const CHAT = 'nanogpt chat ', MOST_CHATS = 200
+const CHAT = 'nanogpt chat '
 const newChat = () => ({id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), name: ''})
 let chat = newChat()  // {id, name} of the one that is shown
 let unkept = ''       // why there is no room for it, if so
@@ -442,8 +442,6 @@ function allChats() {
 // Keep a chat. Returns why there is no room for it, if so.
 function put({id, ...kept}) {
   try {
-    const others = Object.keys(local).filter(key => key.startsWith(CHAT) && key !== CHAT + id)
-    if (others.length >= MOST_CHATS) return `there are ${MOST_CHATS}, the most`
     local.setItem(CHAT + id, JSON.stringify(kept))
     return ''
   } catch { return local === NO_STORAGE ? 'it gives this page no storage' : 'its storage is full' }
@@ -535,8 +533,8 @@ const focusText = () => $(mode === 'chat' ? 'message' : 'prompt').focus({prevent
 const hues = new Map()
 function colour(id, index = 0) {
   if (!hues.has(id)) hues.set(id, (250 + hues.size * 137.5) % 360)  // the golden angle: neighbours differ most
-  const lighter = [0, .1, -.08, .16][index % 4]
-  return `oklch(calc(var(--light) + ${lighter}) var(--chroma) ${hues.get(id)})`
+  const light = [.69, .79, .61, .85][index % 4]
+  return `oklch(${light} .11 ${hues.get(id)})`
 }
 const nameOfRequest = id => mine.has(id) ? 'this page' : id.replace(/^(chat)?cmpl-/, '').slice(0, 6)
 const nameOf = sample => `${nameOfRequest(sample.id)} · sample ${sample.index + 1}`

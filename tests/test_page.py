@@ -704,7 +704,6 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
 
 @pytest.mark.parametrize('why, refuse', [
     ('storage is full', "for (let n = 2 ** 22; n >= 1; n /= 2) try { localStorage[n] = 'x'.repeat(n) } catch { }"),
-    ('there are 200', "for (let i = 0; i < 200; i++) localStorage['nanogpt chat ' + i] = '{\"turns\": []}'"),
     ('no storage', "Object.defineProperty(window, 'localStorage', {get() { throw new Error() }})")])
 def test_a_browser_that_keeps_no_more_chats(chat, why, refuse):
     """The page says so, and goes on; what would be lost can be had again."""
