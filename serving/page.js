@@ -639,9 +639,10 @@ function aboutSample(sample) {
 }
 
 function aboutBlock(block) {
-  const owners = block.samples.map(([id, index]) => ({id, index}))
-  const names = [...new Set(owners.map(({id}) => nameOfRequest(id)))].join(', ')
-  const whose = owners.length > 1 ? `shared by ${owners.length}: ${names}` : owners.length ? nameOf(owners[0]) :
+  const owners = block.samples.map(([id, index]) => ({id, index})), times = {}
+  for (const {id} of owners) times[nameOfRequest(id)] = (times[nameOfRequest(id)] ?? 0) + 1
+  const shown = Object.entries(times).map(([name, n]) => name + (n > 1 ? ` × ${n}` : '')).join(', ')
+  const whose = owners.length > 1 ? `shared by ${owners.length}: ${shown}` : owners.length ? nameOf(owners[0]) :
     block.remembered ? 'remembered: a prompt that begins alike finds it' : 'free'
   return [`Block ${cursor}, ${whose}`, make('pre', {textContent: block.text.replaceAll('\n', '⏎\n')})]
 }
