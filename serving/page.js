@@ -462,7 +462,7 @@ function listChats() {
 function rowOf(kept) {
   const name = titleOf(kept), time = new Date(kept.time), isShown = kept.id === chat.id
   const row = make('li', {},
-    make('button', {type: 'button', className: 'name', textContent: name, ariaCurrent: String(isShown),
+    make('button', {type: 'button', id: kept.id, className: 'name', textContent: name, ariaCurrent: String(isShown),
                     onclick: () => isShown ? focusText() : showChat(kept)}),
     make('time', {className: 'soft', dateTime: time.toISOString(),
                   textContent: time.toLocaleDateString('en', {day: 'numeric', month: 'short'})}),
@@ -489,6 +489,7 @@ function rename(kept) {
   if (name === undefined) return
   if (kept.id === chat.id) { chat.name = name; keepChat() }
   else { tell(put({...kept, name}) && 'There is no room for a longer name'); listChats() }
+  $(kept.id).focus()
 }
 
 function exportChat(kept) {

@@ -671,6 +671,7 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
         asked.send_keys('A name')
         getattr(asked, end)()
         assert names()[1] == then
+    assert chat.browser.switch_to.active_element.text == 'A name'
     chat.open()
     chat.wait(lambda: names() == ['another <i>question</i>', 'A name'])
     assert chat.turns() == second
