@@ -23,8 +23,6 @@ class Request:
     constraint: None, or the form of the texts, a `constraints.Constraint`.
     cache_salt: only requests with the same one share what is remembered.
     deliver: called in the engine's thread with a list of `Output`s, at most once a call; it must return at once.
-
-    ValueError on values that make no sense.
     """
     id: str
     prompt: list
@@ -44,23 +42,10 @@ class Request:
     strip: bool = False
     constraint: object | None = None
 
-    def __post_init__(self):
-        if not self.prompt:
-            raise ValueError("prompt has no tokens: it must have at least one, for example a newline")
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}")
-
     @property
     def min_tokens(self):
         """So many tokens are drawn before one of the stop tokens can be, or a stop string ends a text."""
         return self.draw.get('min_tokens', 0)
-
-
-def check_ids(name, ids, vocab_size):
-    """ValueError unless all token ids, of the field with this name, are in a vocabulary."""
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name} has the token id {token}, and the vocabulary has the ids 0 to {vocab_size - 1}")
 
 
 class Logprobs(NamedTuple):

@@ -12,7 +12,7 @@ from serving.api import APIError, invalid
 from serving.bodies import MOST_SAMPLES, ChatBody
 from serving.constraints import Vocabulary, compiled
 from serving.grammars import json_rule
-from serving.request import Request, check_ids
+from serving.request import Request
 
 MOST_ENTRIES = 2**20  # of one answer: token ids and log probabilities, some 60 bytes each
 
@@ -37,6 +37,13 @@ class Served:
         if model not in ('', self.name, *self.aliases):
             raise APIError(404, f"there is no model {model[:100]!r} here: the one that is served is {self.name!r}",
                            'model', 'model_not_found')
+
+    def check_ids(self, field, ids):
+        """APIError 400 unless all token ids, of the field with this name, are in the vocabulary."""
+        n = len(self.token_bytes)
+        for token in ids:
+            if not 0 <= token < n:
+                raise invalid(field, f"{field} has the token id {token}, and the vocabulary has the ids 0 to {n - 1}")
 
     @cached_property
     def vocabulary(self):
@@ -192,14 +199,17 @@ def requests_of(body, served, id, deliver):
         prompt_logprobs=not is_chat and body.echo and body.logprobs is not None, cache_salt=body.cache_salt,
         include_stop=body.include_stop_str_in_output, constraint=constraint, strip=strip and constraint is None,
         skip_special=body.skip_special_tokens and not (is_chat and body.tools))  # special tokens may mark a call
-    try:
-        requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed,
-                            deliver=partial(deliver, i), **shared)
-                    for i, (prompt, seed) in enumerate(zip(prompts, seeds))]
-        for name, ids in (('prompt', chain(*prompts)), ('stop_token_ids', body.stop_token_ids),
-                          ('logit_bias', body.logit_bias)):
-            check_ids(name, ids, len(served.token_bytes))
-    except ValueError as e:  # it begins with the name of the field
-        raise invalid(str(e).split()[0], str(e)) from None
+    requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed,
+                        deliver=partial(deliver, i), **shared)
+                for i, (prompt, seed) in enumerate(zip(prompts, seeds))]
+    for request in requests:
+        if not request.prompt:
+            raise invalid('prompt', "prompt has no tokens: it must have at least one, for example a newline")
+        if body.min_tokens > request.max_tokens:
+            raise invalid('min_tokens', f"min_tokens must be at most max_tokens, {request.max_tokens}, not "
+                                        f"{body.min_tokens}")
+    served.check_ids('prompt', chain(*prompts))
+    served.check_ids('stop_token_ids', body.stop_token_ids)
+    served.check_ids('logit_bias', body.logit_bias)
     check_entries(body, requests)
     return requests

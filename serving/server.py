@@ -35,7 +35,7 @@ from serving.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBod
 from serving.connection import IDLE, Connection
 from serving.engine_thread import QueueFull
 from serving.openapi import Endpoint, openapi
-from serving.request import Output, check_ids
+from serving.request import Output
 from serving.responses import Response as ModelResponse
 from serving.responses import ResponseBody, renamed
 from serving.served import requests_of
@@ -344,10 +344,7 @@ async def tokenize(service, body):
 
 async def detokenize(service, body):
     """The text of tokens"""
-    try:
-        check_ids('tokens', body.tokens, len(service.served.token_bytes))
-    except ValueError as e:
-        raise invalid('tokens', str(e)) from None
+    service.served.check_ids('tokens', body.tokens)
     return JSON({'prompt': await service.in_thread('tokens', partial(service.served.tokenizer.decode, body.tokens))})
 
 
