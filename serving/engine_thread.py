@@ -196,7 +196,7 @@ class EngineThread:
         stop_ids = {*r.stop_token_ids, *(() if r.ignore_eos else self.end_tokens),
                     *(self.special_ids[text] for text in r.stop if text in self.special_ids)}
         texts = self.texts if r.skip_special else self.all_texts
-        streams = [TextStream(texts, r.stop, r.min_tokens, r.include_stop, r.strip) for _ in range(r.n)]
+        streams = [TextStream(texts, r.stop, r.draw.get('min_tokens', 0), r.include_stop, r.strip) for _ in range(r.n)]
         live.sequences = self.engine.add(
             r.prompt, r.max_tokens, r.n, r.seed, stop_ids, salt=r.cache_salt, prompt_logits=r.prompt_logprobs,
             logprobs=r.logprobs is not None, most_ahead=AHEAD_OF_STOPS if r.stop else MOST_AHEAD,

@@ -42,11 +42,6 @@ class Request:
     strip: bool = False
     constraint: object | None = None
 
-    @property
-    def min_tokens(self):
-        """So many tokens are drawn before one of the stop tokens can be, or a stop string ends a text."""
-        return self.draw.get('min_tokens', 0)
-
 
 class Logprobs(NamedTuple):
     """

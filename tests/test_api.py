@@ -148,7 +148,7 @@ def test_a_body_becomes_requests():
     assert (first.prompt, second.prompt, first.n, first.seed, second.seed) == ([0, 1], [2], 2, 5, 5)
     assert first.stop == ('x',) and first.cache_salt == 'me' and first.max_tokens == 16 and first.id != second.id
     assert first.draw['logit_bias'] == {3: -1.0, 11: 2.5} and first.draw['top_k'] == -1
-    assert first.prompt_logprobs and first.logprobs == 3 and first.min_tokens == 2
+    assert first.prompt_logprobs and first.logprobs == 3 and first.draw['min_tokens'] == 2
     assert not requests(logprobs=3)[0].prompt_logprobs and not requests(echo=True)[0].prompt_logprobs
     assert requests(prompt=[3, 4])[0].prompt == [3, 4] and requests(prompt=[[3], [4]])[1].prompt == [4]
     stops = [f'{i}' * 300 for i in range(50)]  # of any number and length
