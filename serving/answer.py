@@ -242,9 +242,7 @@ class Completion:
                 'prompt_tokens_details': {'cached_tokens': self.n_cached}}
 
     def object(self):
-        """The answer as one object. APIError if it ended with one."""
-        if self.error:
-            raise self.error
+        """The answer as one object."""
         return {**self.head, **self.of_prompt, 'choices': [choice.take() for choice in self.choices],
                 'usage': self.usage()}
 
@@ -367,6 +365,8 @@ class Answer:
         """Send the answer as one object when all of it is there."""
         while not self.completion.done:
             await self.add_outputs()
+        if self.completion.error:
+            raise self.completion.error
         headers = {'x-request-id': self.completion.id}
         await (await self.written(lambda: JSON(self.completion.object(), headers=headers)))(scope, receive, send)
 

@@ -109,9 +109,7 @@ class Response(ChatCompletion):
         self.items, self.text, self.events, self.n_events = [], None, b'', 0
 
     def object(self):
-        """The answer as one object. APIError if it ended with one."""
-        if self.error:
-            raise self.error
+        """The answer as one object."""
         self.take()
         return self.state()
 
