@@ -199,7 +199,8 @@ class Service:
 
 def is_own_page(request):
     """Is the Origin of a request the server itself, whose Host it names, another port of this machine, or not said?"""
-    origin, name = request.headers.get('origin', ''), request.headers.get('origin', '').partition('://')[2]
+    origin = request.headers.get('origin', '')
+    name = origin.partition('://')[2]
     return not origin or name == request.headers.get('host', '') or re.fullmatch(THIS_MACHINE, name, re.IGNORECASE)
 
 
