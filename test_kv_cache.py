@@ -40,6 +40,7 @@ seed = 1337        # of the draws, the same in each way
 repeats = 5        # runs of each way, taking turns; the median counts
 device = 'auto'    # cpu, cuda, mps
 
+
 def load_model(dev):
     """(model, tokenizer or None): the newest checkpoint trained on Shakespeare, or a random model of its shape."""
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model

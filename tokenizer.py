@@ -340,10 +340,9 @@ def state_beside(folder):
     config, state = read('special_tokens_map.json') | read('tokenizer_config.json'), {}
     named = {name: text_of(token) for name, token in config.items()}
     named = {name: text for name, text in named.items() if name in ROLES and isinstance(text, str)}
-    listed = {str(i): dict(content=text) for text, i in read('added_tokens.json').items()}
-    added = config.get('added_tokens_decoder') or listed
+    added = config.get('added_tokens_decoder') or {}
     if not isinstance(added, dict) or not all(i.isdecimal() for i in added):
-        raise ValueError(f"{folder}: added_tokens_decoder, or added_tokens.json, must name ids, not {added!r:.50}")
+        raise ValueError(f"{folder}/tokenizer_config.json: added_tokens_decoder must name ids, not {added!r:.50}")
     others = [config.get(name) for name in ('sep_token', 'cls_token', 'mask_token')]
     for more in (config.get(name) or [] for name in ('additional_special_tokens', 'extra_special_tokens')):
         others += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
@@ -356,10 +355,13 @@ def state_beside(folder):
     if os.path.exists(path):
         template = read_text(path)
     if isinstance(template, list):  # several by name
-        by_name = {str(each.get('name')): each.get('template') for each in template if isinstance(each, dict)}
-        template = template_of(by_name.get('default'), by_name.get('tool_use'))
+        template = {str(each.get('name')): each.get('template') for each in template if isinstance(each, dict)}
+    if isinstance(template, dict):
+        template = template_of(template.get('default'), template.get('tool_use'))
     if isinstance(template, str):
         state['chat_template'] = template
+    elif template is not None:
+        print(f"{folder}: the chat template must be a text, not {template!r:.40}: it is left out", file=sys.stderr)
     for file in ('generation_config.json', 'config.json'):
         if ids := {name: i for name, i in read(file).items() if name[:-3] in ROLES}:
             state.setdefault('file_ids', {})[file] = ids
@@ -392,9 +394,19 @@ def json_of_pairs(folder):
         vocab, merges = BPE.read_file(*[os.path.join(folder, name) for name in PAIRS])
     except Exception as e:  # the library raises nothing more special
         raise ValueError(f"{' and '.join(PAIRS)} in {folder} cannot be read ({e}): is the download complete?") from e
-    config = read_downloaded(os.path.join(folder, 'tokenizer_config.json'))
+    added, config, named = (read_downloaded(os.path.join(folder, name + '.json')) for name in (
+        'added_tokens', 'tokenizer_config', 'special_tokens_map'))
     library = ByteLevelBPETokenizer(vocab, merges, add_prefix_space=bool(config.get('add_prefix_space')))
-    library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab))
+    special = [text_of(token) for token in named.get('additional_special_tokens') or []]
+    if not are_ids([*added.values()]):
+        raise ValueError(f"{folder}/added_tokens.json must give each token its id, an integer, but it is "
+                         f"{str(added)[:50]}: is the download complete?")
+    library.add_tokens(sorted(added, key=added.get))
+    library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab) + [text for text in added if text in special])
+    for text, i in added.items():
+        if library.token_to_id(text) != i:
+            raise ValueError(f"{folder}/added_tokens.json: the id of {text!r} must be {library.token_to_id(text)}, the "
+                             f"next one of the vocabulary, not {i!r}: use a folder with a tokenizer.json")
     return library.to_str()
 
 
@@ -435,6 +447,9 @@ def checked_meta(meta):
         raise ValueError("chars, a string, is needed with kind 'char' and with no other")
     if type(meta.get('vocab_size', 1)) is not int or not 1 <= meta.get('vocab_size', 1) <= 2**32:
         raise ValueError(f"vocab_size must be an integer from 1 to 2**32, not {str(meta['vocab_size'])[:50]}")
+    n_bytes = meta.get('bytes', {})
+    if not isinstance(n_bytes, dict) or not all(type(n) is int and n >= 0 for n in n_bytes.values()):
+        raise ValueError(f"bytes must be a dict of numbers, not {str(n_bytes)[:50]}")
     return meta
 
 
@@ -457,18 +472,21 @@ def read_downloaded(path):
 def read_json_lines(path, form, is_good):
     """
     Yields (the line's place in words, its dict) for each line of a JSONL file that is not blank. ValueError if a line
-    is not JSON, or if is_good(its content) is false or raises. form: what a line must be, in words.
+    is not JSON, or is_good(its content) is false or raises. form: what a line must be, in words.
     """
     for number, text in enumerate(read_text(path).split('\n'), 1):
         if not text.strip():
             continue
-        why = ''
         try:
-            good = is_good(line := json.loads(text))
+            good, why = is_good(line := json.loads(text)), ''
         except KeyError as e:
             good, why = False, f" ({e} is missing)"
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-            good, why = False, f" ({e})" if isinstance(e, ValueError) else ''
+        except json.JSONDecodeError as e:
+            good, why = False, f" ({e})"
+        except ValueError as e:
+            raise ValueError(f"{path}, line {number}: {e}") from e
+        except (LookupError, TypeError, AttributeError, RecursionError):
+            good, why = False, ''
         if not good:
             raise ValueError(f"{path}, line {number} must be {form}, not {text[:60]!r}{why}")
         yield f"{path}, line {number}", line

@@ -23,18 +23,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint as checkpoints
+import device as devices
 import formats
 import tokenizer as tokenizers
-from device import (
-    autocast,
-    choose_threads,
-    default_peak_flops,
-    pick_device,
-    pick_dtype,
-    share_cores,
-    synchronize,
-    trusted_dtype,
-)
 from model import GPT, GPTConfig
 from training.batches import Batches, check_tokenizer, open_tokens, prepare, vocab_size_of
 from training.checkpointer import Checkpointer
@@ -131,7 +122,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
     global max_iters
     master, max_iters = rank == 0, math.inf if max_minutes else max_iters
     dev = join_processes(device, backend, parallel, world_size)
-    dt = trusted_dtype(GPT, GPTConfig, dev, pick_dtype(dtype, dev))
+    dt = devices.trusted_dtype(GPT, GPTConfig, dev, devices.pick_dtype(dtype, dev))
     torch.manual_seed(seed if parallel == 'fsdp' else seed + rank)
     torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
 
@@ -139,7 +130,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
     raw_model, resumed, tokenizer_state = build_model(config, data_dir, dev, log.say)
     if dev == 'cpu':
         keep_freed_memory()
-        share_cores()
+        devices.share_cores()
     if onednn and dev == 'cpu':
         use_onednn(raw_model, dt)
     if parallel == 'fsdp':
@@ -148,7 +139,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
         settle_decays(config, resumed, log.say)
     optimizer = make_optimizer(raw_model, dev.split(':')[0], config)
     scaler = torch.amp.GradScaler(dev.split(':')[0], enabled=dt == 'float16')
-    amp = autocast(dev, dt)
+    amp = devices.autocast(dev, dt)
     drawn = batch_size, block_size, raw_model.config.vocab_size, dev
     kind = Conversations if has_conversations(data_dir) else Batches
     train_batches = kind(data_dir, 'train', *drawn, seed)
@@ -158,7 +149,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
             cut = f"; {batches.n_cut:,} are longer than block_size {block_size}, and cut there" if batches.n_cut else ''
             log.say(f"{split}: {len(batches.starts):,} conversations{cut}")
     if dev == 'cpu' and not dist.is_initialized() and not eval_only:
-        choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
+        devices.choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
     eval_model = raw_model
     if compile and parallel == 'ddp' and not dev.startswith('cpu'):  # a sharded model has compiled its blocks
         log.say("compiling the model (about a minute)")
@@ -221,8 +212,8 @@ def check_settings(world_size):
         raise ValueError(f"max_minutes needs one process, not {world_size}, whose clocks differ: give --max_iters=")
     if init_from == 'scratch':
         new_config(1)
-    pick_dtype(dtype, pick_device(device))
-    check_way(parallel, pick_device(device))
+    devices.pick_dtype(dtype, devices.pick_device(device))
+    check_way(parallel, devices.pick_device(device))
 
 
 def new_config(vocab_size):
@@ -441,10 +432,10 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
 
 def log_iteration(log, model, iter_num, lr, loss, dev, world_size, batches):
     """Log the loss of an iteration and its speed: milliseconds, tokens a second, and MFU, if all rows are full."""
-    synchronize(dev)
+    devices.synchronize(dev)
     dt, rows = log.seconds_per_iter(iter_num), gradient_accumulation_steps * batch_size
     is_full = batches.tokens_per_row == model.config.block_size
-    mfu = model.estimate_mfu(rows / world_size, dt, peak_flops or default_peak_flops(dev)) if is_full else None
+    mfu = model.estimate_mfu(rows / world_size, dt, peak_flops or devices.default_peak_flops(dev)) if is_full else None
     log.iteration(iter_num, lr, loss, dt, rows * batches.tokens_per_row / dt, mfu)
 
 

@@ -37,7 +37,9 @@ def models_and_texts(asked):
     for path in checkpoints.newest_first() or ['out/ckpt.pt']:
         checkpoint = checkpoints.load(path)
         model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
-        data_dir = 'data/' + str(checkpoint.get('config', {}).get('dataset'))
+        if 'dataset' not in checkpoint.get('config', {}):
+            raise ValueError(f"{path} names no dataset: give --init_from={os.path.dirname(path)} and --text=FILE,...")
+        data_dir = 'data/' + checkpoint['config']['dataset']
         text = open_tokens(data_dir, 'val', 0)[:MOST]
         print(f"{path} on {data_dir}/val.bin, block_size {model.config.block_size}")
         yield os.path.dirname(path), model, torch.from_numpy(text.astype('int64'))

@@ -158,8 +158,8 @@ def kept_by_top_k(logits, k):
     """The logits (B, n) that are at least the k-th largest of their row, and their token ids, in ascending order."""
     top, n = logits.topk(min(k + 1, logits.size(-1))), k
     kth = top.values[:, k - 1:k]
-    if (top.values[:, k:] == kth).any():  # equal ones at the border: all of them are kept
-        n = int((logits >= kth).sum(dim=-1).max())
+    if (top.values[:, k:] == kth).any():  # equal ones at the border: all of them are kept, unless they are -inf
+        n = max(k, int(((logits >= kth) & (logits > -math.inf)).sum(dim=-1).max()))
         top = logits.topk(n)
     tokens = top.indices[:, :n].sort(dim=-1).values
     found = logits.gather(-1, tokens)

@@ -45,10 +45,13 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**22)
     try:
         config = GPTConfig(**config_args(files.config) | override_args)
-        names, weights = HUGGING_FACE[files.config['model_type']], files.weights
-        embedding, = names.of('transformer.wte.weight')
-        if config.tied and embedding not in weights and 'lm_head.weight' in weights:  # some files name it so
-            weights[embedding] = weights['lm_head.weight']
+    except ValueError as e:
+        raise ValueError(f"{files.where}: {e}") from e
+    names, weights = HUGGING_FACE[files.config['model_type']], files.weights
+    embedding, = names.of('transformer.wte.weight')
+    if config.tied and embedding not in weights and 'lm_head.weight' in weights:  # some files name it so
+        weights[embedding] = weights['lm_head.weight']
+    try:
         if not config.bias and config.norm == 'layer':  # the layer norms of a starcoder2 have one in any case
             config.bias = any(files.read(name, torch.float32).any() for name in weights if name.endswith('norm.bias'))
         check_weights(config, names, weights)
@@ -58,7 +61,7 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
         state_dict = state_dict_of(model, files, dtype, lazy)
         model.load_state_dict(state_dict, assign=True)
     except (ValueError, RuntimeError) as e:  # RuntimeError of torch, where shapes do not fit
-        raise ValueError(f"{files.where}: {' '.join(str(e).split())[:300]}") from e
+        raise ValueError(f"the weights do not fit {files.where}: {' '.join(str(e).split())[:300]}") from e
     for name, w in state_dict.items():
         if w.is_meta:
             model.get_parameter(name).read = w.read

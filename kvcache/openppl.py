@@ -140,6 +140,8 @@ def view_of(tensor, name, dtypes, cache_layout, L, H, D):
     if tensor.dim() != 5 or tensor.permute(order).shape[1:] != (L, 2, H, D):
         names = ', '.join(str(sizes[axis]) for axis in layout)
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride())):
+        raise ValueError(f"the {name} is expanded, and a write to one row would change another: make it contiguous")
     return tensor.permute(order)
 
 

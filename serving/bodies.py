@@ -157,6 +157,9 @@ class ResponseFormat(Strict):
     def with_schema(self):
         if self.type == 'json_schema' and self.json_schema is None:
             raise ValueError("response_format has the type json_schema, and its field json_schema is missing: add it")
+        if self.type != 'json_schema' and self.json_schema is not None:
+            raise ValueError(f"the type {self.type} takes no schema: set the type to json_schema, or leave the field "
+                             "json_schema out")
         return self
 
 

@@ -455,7 +455,7 @@ function keepChat() {
 
 function listChats() {
   $('title').textContent = turns.length ? titleOf({...chat, turns}) : ''
-  $('unkept').textContent = unkept && `The browser keeps nothing new of this chat: ${unkept}. Export it to keep it.`
+  $('unkept').textContent = unkept && `The browser keeps nothing new of this chat: ${unkept}. Export it to keep it, or delete others.`
   if ($('shelf').open) $('list').replaceChildren(...allChats().map(rowOf))
 }
 

@@ -79,10 +79,20 @@ class Served:
         except ValueError as e:
             raise invalid('prompt', f"prompt has {e}") from None
 
-    # what chat/tools.py finds out of the chat template, once it is needed
-    shows_tools = cached_property(lambda self: shows_tools(self.tokenizer.chat_template))
-    takes_several_calls = cached_property(lambda self: takes_several_calls(self.tokenizer.chat_template))
-    form_of_calls = cached_property(lambda self: form_of(self.tokenizer.chat_template.source))
+    @cached_property
+    def shows_tools(self):
+        """Does the chat template describe tools to the model?"""
+        return shows_tools(self.tokenizer.chat_template)
+
+    @cached_property
+    def takes_several_calls(self):
+        """Does the chat template take an answer with several calls, when the client sends it back?"""
+        return takes_several_calls(self.tokenizer.chat_template)
+
+    @cached_property
+    def form_of_calls(self):
+        """A `chat.tools.Form`, or None if that of the chat template is not known."""
+        return form_of(self.tokenizer.chat_template.source)
 
     def conversation(self, body):
         """

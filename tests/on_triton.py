@@ -50,7 +50,7 @@ def small_tiles(monkeypatch):
     """Attention has several splits, and tiles within a split, of a few keys; and linears have parts."""
     for module in 'decode.gpu.attention', 'decode.gpu.slots':
         monkeypatch.setattr(f'{module}.TILE', 16)
-        monkeypatch.setattr(f'{module}.TILE_16', 16)
+        monkeypatch.setattr(f'{module}.SMALL_TILE', 16)
         monkeypatch.setattr(f'{module}.SPLIT', 32)
     monkeypatch.setattr('decode.gpu.linears.PART', 10)
     monkeypatch.setattr('decode.gpu.linears.UNIT', 8)

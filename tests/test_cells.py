@@ -128,6 +128,8 @@ def rotated(x, pos, base=10000.0):
 
 def rotary_cache(type_k, n=8, kv_size=8):
     """A cache with keys 0 ... n - 1 of sequence 0, and those keys before they were rotated."""
+    with pytest.raises(ValueError, match='an even head_dim, not 5'):
+        CellCache(1, 1, 5, kv_size, 3, can_shift=True)
     c = CellCache(1, 1, 32, kv_size, 3, type_k=type_k, can_shift=True)
     raw = torch.randn(n, 1, 32, generator=torch.Generator().manual_seed(0))
     c.cpy_k(0, rotated(raw, torch.arange(n)), c.k_idxs(*store(c, {0: range(n)})))
@@ -238,6 +240,8 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     put(window, {0: range(5)})
     window.state_save(tmp_path / 'window', 0)
     (tmp_path / 'junk').write_bytes(b'junk' * 100)
+    save_file({'k': torch.zeros(1)}, tmp_path / 'weights')
+    save_file({'k': torch.zeros(1)}, tmp_path / 'list', {'kvcache-state': '[]'})
     for how, path, seq in ((dict(n_layer=1), 'one', 0), (dict(can_shift=True), 'one', 0),
                            (dict(n_layer=3, layer_filter=lambda layer: layer > 0), 'one', 0),
                            (dict(head_dim=64), 'one', 0), (dict(type_v='int8'), 'one', 0), (dict(kv_size=4), 'one', 0),
@@ -245,7 +249,8 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
                            (dict(unified=False), 'all', None), ({}, 'window', 0),
                            (dict(n_swa=5, swa_type='standard'), 'window', 0),
                            (dict(n_swa=4, swa_type='chunked'), 'window', 0),
-                           ({}, 'all', 0), ({}, 'one', None), ({}, 'junk', 0), ({}, 'absent', 0)):
+                           ({}, 'all', 0), ({}, 'one', None), ({}, 'junk', 0), ({}, 'weights', 0), ({}, 'list', 0),
+                           ({}, 'absent', 0)):
         other = cache(**how)
         put(other, {1: range(2)})
         before = str(other), other.own_layers[0].k.data.clone()

@@ -295,7 +295,7 @@ HI = dict(role='user', content='Hi')
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=' ')])), 'message 2, of the assistant, is empty'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=None, tool_calls=[{}])])), 'message 2 calls'),
     (json.dumps(dict(messages=[HI, dict(role='assistant', content=None)])), 'role and content of message 2'),
-    (json.dumps(dict(messages=[HI, dict(role='gpt', content='a')])), 'the role of message 2 must be one'),
+    (json.dumps(dict(messages=[HI, dict(role='gpt', content='a')])), 'line 1: the role of message 2 must'),
     (json.dumps(dict(messages=[HI, dict(role='assistant', content='a\ufdd0b')])), 'line 1: a message has'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant')], held_out='false')), '"held_out" must be true or false'),
     ((json.dumps(dict(messages=[HI, dict(HI, role='assistant')])) + '\n') * 3, '3 conversations to train on and 0')])

@@ -124,8 +124,8 @@ def test_byte_pairs_in_two_files_are_those_of_transformers(tmp_path, end, prefix
         (tmp_path / 'special_tokens_map.json').write_text(json.dumps(dict(additional_special_tokens=more)))
         found = tokenizers.from_state(tokenizers.state_of_dataset(tmp_path))
         assert found.encode('<|x|>')[-1] == 300 and (300 in found.special_ids) == bool(more)
-    (tmp_path / 'added_tokens.json').write_text('{"<|x|>": [300]}')
-    with pytest.raises(ValueError, match='added_tokens.json, must name ids'):
+    (tmp_path / 'added_tokens.json').write_text('{"<|x|>": 400}')
+    with pytest.raises(ValueError, match="the id of '<|x|>' must be 300, the next one of the vocabulary, not 400"):
         tokenizers.state_of_dataset(tmp_path)
     (tmp_path / 'merges.txt').write_text('a b c d\n')
     with pytest.raises(ValueError, match='vocab.json and merges.txt in .* cannot be read'):

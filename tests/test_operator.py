@@ -132,6 +132,7 @@ GOOD = VECTOR | dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache
     *[('cache must be', changed) for changed in (
         dict(cache_layout=0), dict(cache=torch.zeros(2, 2, 32, 4, 8, dtype=torch.int8)),
         dict(cache=torch.zeros(2, 2, 32, 3, 8)))],
+    ('expanded', dict(cache=torch.zeros(2, 2, 1, 3, 8, dtype=torch.int8).expand(2, 2, 32, 3, 8))),
     *[('alike', changed) for changed in (
         dict(current_value=torch.ones(4, 3, 4)), dict(current_key=torch.ones(4, 3, 8).double()),
         dict(current_key=torch.ones(4, 3, 0), current_value=torch.ones(4, 3, 0)))],

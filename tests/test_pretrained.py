@@ -363,6 +363,7 @@ BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has t
     (changed('tokenizer_config.json', chat_template=['{{', dict(name='default', template='{{ a')]),
      'the chat template cannot be read: '),
     (written('chat_template.jinja', '{{ messages'), 'the chat template cannot be read: '),
+    (changed('tokenizer_config.json', chat_template=3), 'the chat template must be a text, not 3: it is left out'),
     (changed('generation_config.json', eos_token_id=[0, 300, -1]), 'that the model does not have: 300, -1 of 300'),
 ])
 def test_what_a_model_can_do_without_is_one_line_and_it_loads(good_folder, tmp_path, capsys, change, said):

@@ -112,6 +112,7 @@ RESPONSES = [
     (dict(max_output_tokens=5000), 'max_output_tokens', 'largest max_output_tokens')]
 FORMS = [
     *((dict(response_format=form), f'response_format{param}', said) for form, param, said in [
+        (dict(type='text', json_schema=dict(name='p', schema={})), '', 'the type text takes no schema'),
         (dict(type='json_schema'), '', 'json_schema'), (dict(type='xml'), '.type', 'json_object'),
         (dict(type='json_schema', json_schema=dict(name='a')), '.json_schema.schema', 'missing'),
         (dict(type='json_schema', json_schema=dict(name='a', schema={'if': {}})), '.json_schema.schema', 'if')]),

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from decode.gpu.ordering import is_last, overlap, wait
-from decode.gpu.slots import SPLIT, SPLITS, TILE, TILE_16
+from decode.gpu.slots import SMALL_TILE, SPLIT, SPLITS, TILE
 from decode.gpu.storing import slot_of, store_kernel, store_new, what_is_stored
 
 PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many rows, each head of a row has a program
-STAGES = 2       # tiles that are read ahead of the one that is attended, and it
+STAGES = 2  # tiles of 16 bits that are in memory at a time: one is attended, the other is on its way
 
 
 def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
@@ -44,13 +44,16 @@ def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
     n_heads = c.n_head if one else c.n_kv_head
     n_programs = min(n_splits, max(1, PROGRAMS // (R * n_heads)))
     queries, rows = (1, 1) if one else (shared, max(16, triton.next_power_of_2(shared)))
-    # programs of one warp hide each other's waiting; a tile of float32 has a key for each of 128 threads
-    tile, num_warps, split = (TILE, 8, max(SPLIT, TILE)) if one else (TILE_16, 1, SPLIT)
-    tile = min(tile, 2**14 // constants['PADDED'])  # so that one fits the memory of small cards
+    # Many small programs hide each other's waiting. With larger heads one warp has too few registers
+    if small := not one and constants['PADDED'] <= 64:
+        tile, split, num_warps, stages = SMALL_TILE, SPLIT, 1, STAGES
+    else:
+        tile = min(TILE, 2**14 // constants['PADDED'])  # so that one fits the memory of small cards
+        split, num_warps, stages = max(SPLIT, tile), 8 if one else 4, 1
     attend_kernel[R, n_heads, n_programs](
         qkv, *arguments, y, parts, step.ended, step.slopes, shared, queries, rows, c.head_dim ** -0.5, tile, stores,
-        c.window, split, SPLITS, n_splits, n_programs == 1, STAGES, **constants, **overlap(q), num_warps=num_warps,
-        enable_fp_fusion=False)
+        c.window, split, SPLITS, n_splits, small and n_programs == 1, stages, **constants, **overlap(q),
+        num_warps=num_warps, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=['n_slots'])  # one kernel is compiled for all caches, so that bits are the same in each
@@ -64,7 +67,7 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
     """
     Some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Lanes have a largest
     score, a sum of weights and sums of values each. With a matrix of queries a lane is a query; with one, lane i is key
-    i of each tile, and lanes meet after the last tile. ALONE: of all splits, which then are added up at once.
+    i of each tile, and lanes meet after the last tile. ALONE: of all splits, which are added up as they come.
     """
     row, channels = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)

@@ -2,8 +2,8 @@
 In which order kernels and their programs run.
 
 A kernel begins while the one before it ends: programmatic dependent launch, of GPUs since Hopper. Each kernel of a step
-calls `wait` before it touches what others write. There it waits until all of the kernel before has ended, and so all
-before that.
+calls `wait` before it touches what the one before writes. There it waits until all of the kernel before has ended, and
+so all before that.
 """
 import torch
 import triton

@@ -7,7 +7,7 @@ import torch
 from decode.batch import Refused
 
 TILE = 128    # keys that attention reads at a time, or a part of it; tiles begin at multiples of it
-TILE_16 = 32  # the same of 16 bits
+SMALL_TILE = 32  # the same, where many small programs are faster
 SPLIT = 64    # keys that attention adds up at a time, or in long texts a multiple of it; splits begin at multiples
 SPLITS = 32   # of the keys of a row, at most; a window may begin and end inside of one
 AHEAD = 64    # later positions of a sequence whose slots are written with those of its new ones

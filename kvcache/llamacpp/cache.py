@@ -76,6 +76,8 @@ class CellCache(Streams):
         self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
         self.rope_base, self.rope_scaling, self.frequencies = rope_base if can_shift else None, rope_scaling, None
         if self.rope_base is not None:
+            if head_dim % 2:
+                raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
             self.frequencies = rotary_frequencies(head_dim, rope_base, rope_scaling)
         # keys in fewer bits would drift with each rounding: they stay as they were written, and are turned when read
         self.turns_when_read = self.frequencies is not None and BITS.get(type_k, 0) < 32

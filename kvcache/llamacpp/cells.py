@@ -389,16 +389,16 @@ class Streams:
 
     def seq_pos_min(self, seq):
         """The first position of a sequence, or None if it has none."""
-        return min(self.positions_of(seq), default=None)
+        return int(pos.min()) if len(pos := self.positions_of(seq)) else None
 
     def seq_pos_max(self, seq):
         """The last position of a sequence, or None if it has none."""
-        return max(self.positions_of(seq), default=None)
+        return int(pos.max()) if len(pos := self.positions_of(seq)) else None
 
     def positions_of(self, seq):
-        """The positions of a sequence, a list in the order of its cells."""
+        """The positions of a sequence, int64 (n,), in the order of its cells."""
         cells = self.cells_of(seq)
-        return cells.pos[cells.of(seq)].tolist()
+        return cells.pos[cells.of(seq)]
 
     def __str__(self):
         """A picture of the cells of each stream, see `Cells`."""

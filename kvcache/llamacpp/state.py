@@ -98,10 +98,12 @@ def read(cache, path, one):
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, 'pt') as f:
-            header = json.loads((f.metadata() or {})[FORMAT])
+            header = json.loads((f.metadata() or {}).get(FORMAT, 'null'))
             tensors = {name: f.get_tensor(name) for name in f.keys()}
-    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as e:
-        raise ValueError(f"{path} cannot be read as the state of a cache, give a file of state_save: {e}") from e
+    except (OSError, SafetensorError, json.JSONDecodeError) as e:
+        raise ValueError(f"{path} cannot be read as the state of a cache: {e}") from e
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} does not hold the state of a cache: give a file of state_save")
     if header.get('one') is not one:
         raise ValueError(f"{path} holds " + ("all sequences of a cache: load it without seq" if one else
                                              "one sequence: pass seq, the number that it gets"))
