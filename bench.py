@@ -7,13 +7,13 @@ How fast, measured here and now.
     python bench.py --mode=train             a training step, as nanoGPT's bench.py
     python bench.py --mode=peers             the same weights in other engines: decoding and prefills
                                              (pip install -r requirements-peers.txt)
-    python bench.py --mode=peers --init_from=SmolLM2-135M-Instruct      with the weights of a real model
+    python bench.py --mode=peers --init_from=HuggingFaceTB/SmolLM2-135M-Instruct      with the weights of a real model
     python bench.py --mode=serve             our server with several clients, beside llama-server, and a soak (pip
                                              install -r requirements-serve.txt; benchmarks/serve/servers.py builds
                                              llama-server)
     python bench.py --mode=gpu               the engine on a GPU, beside PyTorch's steps (make gpu)
     python bench.py --mode=loss              what numbers in fewer bits cost a trained model, in nats
-    python bench.py --mode=loss --init_from=SmolLM2-135M-Instruct --text=KV_CACHE.md,docs/TRAINING.md
+    python bench.py --mode=loss --init_from=HuggingFaceTB/SmolLM2-135M-Instruct --text=KV_CACHE.md,docs/TRAINING.md
     python bench.py --mode=eval --init_from=out-chat --text=my.txt --choices=tasks.jsonl
                                              how good a model is: bits per byte, multiple choice
 

@@ -271,7 +271,7 @@ class EngineThread:
         outputs, live.outputs, live.delivered = live.outputs, [], time.monotonic()
         if not live.begun:
             live.begun, first = True, live.sequences[0] if live.sequences else None
-            if first and first.n_found is not None:
+            if first and (first.n_found is not None or first.n_prompt == 1):  # of one token nothing is computed
                 if outputs[0].token_ids:
                     self.stats.first_token.observe(time.monotonic() - live.time)
                 of_prompt = [None, *live.prompt_logprobs] if live.request.prompt_logprobs else None

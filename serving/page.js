@@ -732,7 +732,7 @@ function show(name) {
 }
 for (const name of FIELDS) {
   $(name).value = session.getItem(name) ?? $(name).value
-  $(name).addEventListener('input', () => { keep(name, $(name).value); show(name) })
+  $(name).addEventListener('input', () => { keep(name, $(name).value); show(name); tell() })
   show(name)
 }
 for (const name of ['settings', 'shelf']) {

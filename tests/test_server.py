@@ -111,6 +111,8 @@ def test_logprobs_and_greedy_tokens_are_the_models(drawing):
         expected = [None, *logprobs_of(drawing, choice['text'] if echo else TEXT + choice['text'])][-len(found):]
         assert len(found) == 20 + len(TEXT) * echo and found[echo:] == pytest.approx(expected[echo:], abs=1e-5)
         assert not echo or found[0] is None
+    one = ask(drawing, prompt=TEXT[0], echo=True, logprobs=0, max_tokens=0)['choices'][0]  # nothing is computed
+    assert (one['text'], one['logprobs']['tokens'], one['logprobs']['token_logprobs']) == (TEXT[0], [TEXT[0]], [None])
     choice = ask(drawing, max_tokens=30, temperature=0, return_token_ids=True)['choices'][0]
     model = drawing.service.thread.engine.model
     tokens = model.generate(torch.tensor([choice['prompt_token_ids']]), 30, temperature=0)[0].tolist()

@@ -51,8 +51,8 @@ def check_tokenizer(model, data, model_from, data_from):
     if ours == theirs and data['kind'] == 'char':
         more = ''.join(sorted({*data['chars']} - {*model['chars']}))
         theirs += f" with {more[:20]!r} among them" if more else " in another order"
-    raise ValueError(f"{data_from} has another tokenizer, {theirs}, than {model_from}, {ours}: prepare the text with "
-                     "the model's tokenizer (data/shakespeare/prepare.py --input= --tokenizer=), or train a new model")
+    raise ValueError(f"{data_from} has another tokenizer, {theirs}, than {model_from}, {ours}: prepare the data with "
+                     "the model's tokenizer (the folder's prepare.py with --tokenizer=), or train a new model")
 
 
 def same_tokenizer(a, b):

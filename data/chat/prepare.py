@@ -44,7 +44,7 @@ def main(config):
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from e
         if not scored[1:].any():
-            raise ValueError(f"{where}: the assistant says nothing, so there is nothing to score: leave the line out")
+            raise ValueError(f"{where}: the assistant says nothing that is scored: leave the line out")
         parts['val' if is_held_out else 'train'].append((ids, scored))
     if not all(parts.values()):
         raise ValueError(f"there are {len(parts['train'])} conversations to train on and {len(parts['val'])} to "
