@@ -275,7 +275,7 @@ class EngineThread:
                 if outputs[0].token_ids:
                     self.stats.first_token.observe(time.monotonic() - live.time)
                 of_prompt = [None, *live.prompt_logprobs] if live.request.prompt_logprobs else None
-                outputs[0] = outputs[0]._replace(n_cached=first.n_found, prompt_logprobs=of_prompt)
+                outputs[0] = outputs[0]._replace(n_cached=first.n_found or 0, prompt_logprobs=of_prompt)
         try:
             live.request.deliver(outputs)
         except Exception as e:
