@@ -379,7 +379,7 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
     if losses:
         log.evaluation(iter_num, lr, losses, {split: batches[split].in_words(loss) for split, loss in losses.items()})
         improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
-        # a resumed run begins with a state that is in ckpt.pt or in ckpt_last.pt already
+        # the state that a resumed run begins with is already in ckpt.pt or in ckpt_last.pt
         is_new = iter_num != checkpointer.first_iter or always_save_checkpoint and os.path.exists(checkpointer.last)
         asked = improved or is_new and (always_save_checkpoint or iter_num == max_iters)
         if iter_num > 0 and asked and not eval_only:

@@ -62,7 +62,7 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     read = rows_of(torch.zeros_like(start_pos), kvlens, cachestarts, cache_mode, page_size, n_rows)
     if int(torch.isin(read, written).sum()) > len(written.unique()):  # each row that is written is read by its token
         raise ValueError("a current token would be written over another one that is read: "
-                         f"cachestarts {cachestarts.tolist()} overlap")
+                         f"cachestarts {cachestarts.tolist()} overlap, give each token its own row")
 
     current = torch.stack((current_key, current_value), dim=1)  # (N, 2, H, Dh)
     new = quantise(current, quant_bit, quant_group) if quant_bit else [current]

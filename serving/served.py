@@ -217,7 +217,7 @@ def requests_of(body, served, id, deliver):
             raise invalid('prompt', "prompt has no tokens: it must have at least one, for example a newline")
         if body.min_tokens > request.max_tokens:
             raise invalid('min_tokens', f"min_tokens must be at most max_tokens, {request.max_tokens}, not "
-                                        f"{body.min_tokens}")
+                                        f"{body.min_tokens}: lower it, or raise max_tokens")
     served.check_ids('prompt', chain(*prompts))
     served.check_ids('stop_token_ids', body.stop_token_ids)
     served.check_ids('logit_bias', body.logit_bias)

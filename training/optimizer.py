@@ -95,7 +95,7 @@ def check_optimizer(settings):
 def make_optimizer(model, kind, settings):
     """
     The optimizer that the settings of train.py describe, for a GPT on a device of this kind ('cpu', 'cuda', ...).
-    Muon takes the matrices of the blocks. AdamW's groups are those of `GPT.configure_optimizers`, without them.
+    Muon gets the matrices of the blocks. AdamW gets all other parameters, in `GPT.configure_optimizers`'s groups.
     """
     learning_rate, betas = settings['learning_rate'], (settings['beta1'], settings['beta2'])
     adamw = model.configure_optimizers(settings['weight_decay'], learning_rate, betas, kind)

@@ -44,7 +44,8 @@ def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
     n_heads = c.n_head if one else c.n_kv_head
     n_programs = min(n_splits, max(1, PROGRAMS // (R * n_heads)))
     queries, rows = (1, 1) if one else (shared, max(16, triton.next_power_of_2(shared)))
-    # Many small programs hide each other's waiting. With larger heads one warp has too few registers
+    # Many programs of one warp fit a multiprocessor: some compute while others wait for memory. Heads of more than 64
+    # channels need more registers than one warp has
     if small := not one and constants['PADDED'] <= 64:
         tile, split, num_warps, stages = SMALL_TILE, SPLIT, 1, STAGES
     else:

@@ -5,7 +5,7 @@ Cells with keys and values.
     batch = cache.batch({0: [5, 6, 7], 1: [2]})                   # sequence: positions of its new tokens
     x, _ = model.hidden_states(idx, torch.from_numpy(batch.positions), cache.place(batch))
 
-The rows of cell c of stream s are slot s * kv_size + c of each layer.
+The keys and values of cell c of stream s are in slot s * kv_size + c of each layer.
 
 Follows llama.cpp's src/llama-kv-cache.cpp:
 
