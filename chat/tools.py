@@ -9,6 +9,7 @@ them, in the form that its template shows:
 import json
 import re
 import secrets
+from functools import lru_cache
 from typing import NamedTuple
 
 MOST_CALLS = 128   # of one answer
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     arguments: str
 
 
+@lru_cache(maxsize=16)
 def form_of(source):
     """The `Form` of calls that a template's source shows, or None for one that is not known here."""
     if tag := re.search(r'<tool_call>(?:\\n|\s)*(\[?)(?:\\n|\s)*\{\\?"', source):  # others write XML after it
@@ -47,11 +49,13 @@ def form_of(source):
     return LLAMA if re.search(r'\{\\?"name\\?": function name, \\?"parameters\\?"', source) else None
 
 
+@lru_cache(maxsize=16)
 def shows_tools(template):
     """Does a `ChatTemplate` describe tools to the model?"""
     return 'Kx7q' in rendered(template)
 
 
+@lru_cache(maxsize=16)
 def takes_several_calls(template):
     """Does a `ChatTemplate` take an answer with two calls? Those of Llama 3 take one, and raise an error at two."""
     call = dict(id='call_000000001', type='function', function=dict(name='Kx7q', arguments={}))

@@ -11,7 +11,7 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
-from chat.tools import MOST_CALLS, Call, Reader
+from chat.tools import MOST_CALLS, Call, Reader, form_of, takes_several_calls
 from serving.api import APIError, invalid
 from serving.constraints import DeadEnd
 from serving.request import chunk_interval
@@ -133,8 +133,9 @@ class ChatChoice(Choice):
 
     def __init__(self, index, prompt, body, served):
         super().__init__(index, prompt, body, served)
-        form = served.form_of_calls if body.tools else None
-        several = form and body.parallel_tool_calls and served.takes_several_calls
+        template = served.tokenizer.chat_template
+        form = form_of(template.source) if body.tools else None
+        several = form and body.parallel_tool_calls and takes_several_calls(template)
         self.reader = form and Reader(form, body.callable_names, MOST_CALLS if several else 1)
         self.has_called, self.n_taken = False, 0
 

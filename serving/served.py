@@ -79,21 +79,6 @@ class Served:
         except ValueError as e:
             raise invalid('prompt', f"prompt has {e}") from None
 
-    @cached_property
-    def shows_tools(self):
-        """Does the chat template describe tools to the model?"""
-        return shows_tools(self.tokenizer.chat_template)
-
-    @cached_property
-    def takes_several_calls(self):
-        """Does the chat template take an answer with several calls, when the client sends it back?"""
-        return takes_several_calls(self.tokenizer.chat_template)
-
-    @cached_property
-    def form_of_calls(self):
-        """A `chat.tools.Form`, or None if that of the chat template is not known."""
-        return form_of(self.tokenizer.chat_template.source)
-
     def conversation(self, body):
         """
         Token ids of the conversation in a `ChatBody` or `TokenizeBody`. APIError 404 if the model has no chat template,
@@ -104,7 +89,7 @@ class Served:
                                 "conversation as a prompt, and POST it to /v1/completions")
         messages = [message.plain() for message in body.messages]
         has_calls = any(message['role'] == 'tool' or 'tool_calls' in message for message in messages)
-        if (body.tools or has_calls) and not self.shows_tools:
+        if (body.tools or has_calls) and not shows_tools(self.tokenizer.chat_template):
             raise invalid('tools' if body.tools else 'messages', "tools are not in this model's chat template: "
                           "describe them in a message, or start serve.py with --chat_template=, a file with another")
         self.check_length('messages', sum(len(message.content) for message in body.messages))
@@ -163,7 +148,8 @@ def forms_of(body, served):
     The `forms` of a `ChatBody`: a grammar where its answer must call a tool, or may do so instead of JSON. APIError 400
     where there is no such tool, or the form of calls is not known.
     """
-    forms, form, answer = body.forms, body.tools and served.form_of_calls, None
+    template, forms, answer = served.tokenizer.chat_template, body.forms, None
+    form = body.tools and form_of(template.source)
     if body.tool_choice not in ('none', 'auto'):
         missing = {*body.callable_names} - {tool['function']['name'] for tool in body.tools}
         if missing or not body.tools:
@@ -179,7 +165,7 @@ def forms_of(body, served):
             return forms
         answer = orjson.loads(text or '{"type": "object"}')
     tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
-    several = body.parallel_tool_calls and served.takes_several_calls
+    several = body.parallel_tool_calls and takes_several_calls(template)
     return {'tools': ('grammar', grammar(form, tools, several, json_rule, answer))}
 
 
