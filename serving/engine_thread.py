@@ -75,7 +75,7 @@ class EngineThread:
         self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: Live}
         self.draining = self.stopping = self.dead = False
         self.thread, self.looked_at = None, float('-inf')
-        self.idle, self.snapshot = True, self.stats.snapshot()  # idle: is the thread waiting, or not there?
+        self.snapshot = self.stats.snapshot()
 
     def start(self):
         self.thread = threading.Thread(target=self.run, name='engine', daemon=True)
@@ -133,25 +133,25 @@ class EngineThread:
 
     def state(self):
         """
-        The pool and the queue, a dict, see `stats.Stats.snapshot`: as they are if the engine is idle, otherwise as they
-        were after a recent call. While it is looked at it is kept up to date; the first look may find an old one.
+        The pool and the queue, a dict, see `stats.Stats.snapshot`: as they are if there is no request, otherwise as
+        they were after a recent call. While it is looked at it is kept up to date; the first look may find an old one.
         """
         self.looked_at = time.monotonic()
         with self.condition:
-            if self.idle:
+            if not self.live:
                 self.snapshot = self.stats.snapshot()
         return self.snapshot
 
     # the methods below run in the thread that calls the engine
 
     def run(self):
-        self.idle = False
         try:
             with self.engine.executor.torch_on_one_thread():
                 while not self.stopping:
                     try:
                         if not self.run_once():
-                            self.wait()
+                            with self.condition:
+                                self.condition.wait_for(lambda: self.inbox or self.stopping, IDLE)
                     except Exception as e:  # of the engine itself: nothing is known of what it was at
                         traceback.print_exc(file=sys.stderr)
                         self.end_all('error', e)
@@ -159,14 +159,6 @@ class EngineThread:
             with self.condition:
                 self.dead, self.draining, self.stopping = not self.stopping, True, True
             self.end_all('abort')
-            self.idle = True
-
-    def wait(self):
-        with self.condition:
-            if not self.inbox and not self.stopping:
-                self.idle = True
-                self.condition.wait(IDLE)
-            self.idle = False
 
     def run_once(self):
         """Do what was asked for, make a call, and hand out what it gives. Returns whether there was anything to do."""
@@ -311,7 +303,6 @@ class EngineThread:
                 self.end(live, reason, error)
             except Exception:
                 traceback.print_exc(file=sys.stderr)
-        self.snapshot = self.stats.snapshot()
 
 
 def logprobs_of(logits, tokens, k):
