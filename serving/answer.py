@@ -320,13 +320,11 @@ class Mailbox:
             self.bell.ring(self.news)
 
     async def take(self):
-        """Wait for the bell, and return all outputs that there are, a list of (number of the request, outputs)."""
+        """Wait for the bell, and yield all outputs that there are: (number of the request, outputs)."""
         await self.news.wait()
         self.news.clear()
-        taken = []
         while self.outputs:
-            taken.append(self.outputs.popleft())
-        return taken
+            yield self.outputs.popleft()
 
     def listen(self):
         """Ring for any output from now on, until one has come."""
@@ -359,7 +357,7 @@ class Answer:
             self.service.end(self.completion, self.mailbox)
 
     async def add_outputs(self):
-        for number, outputs in await self.mailbox.take():
+        async for number, outputs in self.mailbox.take():
             self.completion.add(number, outputs)
 
     async def whole(self, scope, receive, send):
