@@ -219,14 +219,10 @@ class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
     prompt: Prompts
     max_tokens: Tokens | None = Field(None, description="by default 16, or what there is room for")
-    logprobs: Annotated[Whole | None, BeforeValidator(number_of_likeliest)] = Field(None, ge=0, le=MOST_LOGPROBS)
+    n_logprobs: Annotated[Whole | None, BeforeValidator(number_of_likeliest)] = Field(
+        None, alias='logprobs', ge=0, le=MOST_LOGPROBS)
     echo: bool = Field(False, description="with logprobs, the prompt has them too; max_tokens may then be 0")
     add_special_tokens: bool = Field(True, description="a BOS token before each text, if the tokenizer adds one")
-
-    @property
-    def n_logprobs(self):
-        """The `logprobs` of its requests."""
-        return self.logprobs
 
 
 class Part(Lenient):

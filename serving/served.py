@@ -192,7 +192,7 @@ def requests_of(body, served, id, deliver):
     shared = dict(
         n=body.n, draw={name: getattr(body, name) for name in (*NAMES, 'min_tokens', 'logit_bias')},
         stop=tuple(body.stop), stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos, logprobs=body.n_logprobs,
-        prompt_logprobs=not is_chat and body.echo and body.logprobs is not None, cache_salt=body.cache_salt,
+        prompt_logprobs=not is_chat and body.echo and body.n_logprobs is not None, cache_salt=body.cache_salt,
         include_stop=body.include_stop_str_in_output, constraint=constraint, strip=strip and constraint is None,
         skip_special=body.skip_special_tokens and not (is_chat and body.tools))  # special tokens may mark a call
     requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed,

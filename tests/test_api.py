@@ -66,7 +66,7 @@ def test_what_asks_for_nothing_passes(fields):
 
 
 def test_values_of_other_types_that_mean_the_same():
-    assert completion_body(n=3, best_of=3).n == 3 and completion_body(logprobs=True).logprobs == 1
+    assert completion_body(n=3, best_of=3).n == 3 and completion_body(logprobs=True).n_logprobs == 1
     assert len({requests(seed=-1)[0].seed for _ in range(4)}) == 4
     assert requests(max_tokens=5.0, top_k=2.0, n=2.0, min_tokens=1.0)[0].max_tokens == 5
     assert requests(stop='ab')[0].stop == requests(stop=['ab', None, ''])[0].stop == ('ab',)
