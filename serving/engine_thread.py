@@ -106,16 +106,12 @@ class EngineThread:
                 self.ask_for([(self.end, self.live[request_id], 'abort')])
 
     def drain(self, seconds):
-        """
-        Take no new requests, wait until those that there are have ended, and abort what has not after so many seconds.
-        Returns whether all have ended by themselves.
-        """
+        """Take no new requests, wait for the end of those that there are, and abort what runs after so many seconds."""
         with self.condition:
             self.draining = True
-            finished = self.condition.wait_for(lambda: not self.live or self.stopping, seconds)
+            self.condition.wait_for(lambda: not self.live or self.stopping, seconds)
             self.ask_for([(self.end, live, 'abort') for live in self.live.values()])
             self.condition.wait_for(lambda: not self.live or self.stopping, IDLE)
-        return finished
 
     def stop(self):
         """End the thread after the present call, and abort what has not ended."""

@@ -72,7 +72,7 @@ def ask(thread, id, max_tokens=4, **how):
 
 def test_a_soak_gives_each_what_it_gets_alone():
     """Requests, aborts and looks at the state while the thread runs, on a real model with two threads of its kernel."""
-    chooser, model, clients = random.Random(0), model_of('rope'), []
+    chooser, model, clients, aborted = random.Random(0), model_of('rope'), [], set()
     thread = thread_of(model, CPUExecutor(model, threads=min(2, n_cores())), n_pages=24, budget=32, max_queue=10**6)
     thread.start()
     for i in range(sizes(60, 2000)):
@@ -80,10 +80,12 @@ def test_a_soak_gives_each_what_it_gets_alone():
         clients.append(submit(thread, str(i), prompt, chooser.randint(1, 29), n=chooser.choice([1, 1, 3]), logprobs=5,
                               temperature=chooser.choice([0.0, 1.0])))
         if chooser.random() < 0.3:
-            thread.abort(str(chooser.randrange(i + 1)))
+            aborted.add(n := chooser.randrange(i + 1))
+            thread.abort(str(n))
         thread.state()
-    assert thread.drain(10 * WAIT)
+    thread.drain(10 * WAIT)
     thread.stop()
+    assert all({*client.reasons} == {'length'} for i, client in enumerate(clients) if i not in aborted)
     assert thread.engine.pool.n_free == 24 and not thread.live
     for client in chooser.sample(clients, sizes(20, 500)):
         assert {*client.reasons} <= {'length', 'abort'}
