@@ -32,7 +32,6 @@ class Live:
     on. begun: was anything of it delivered? outputs: what is not delivered yet; delivered: when the last ones were.
     prompt_logprobs: `Logprobs` of the prompt's tokens so far, from the second on.
     """
-    __slots__ = 'request', 'sequences', 'going', 'begun', 'time', 'prompt_logprobs', 'outputs', 'delivered'
 
     def __init__(self, request):
         self.request, self.sequences, self.going, self.begun = request, [], {*range(request.n)}, False
@@ -47,7 +46,6 @@ class Live:
 
 class Sample:
     """The owner of a sequence: sample number `index` of a `Live`. stream: a `TextStream`."""
-    __slots__ = 'live', 'index', 'stream', 'first_time'
 
     def __init__(self, live, index, stream):
         self.live, self.index, self.stream, self.first_time = live, index, stream, None
