@@ -22,6 +22,7 @@ from importlib import import_module
 
 SECONDS = 2.0           # of the processor for a rendering, at most; Windows has no such limit
 MEMORY = 2**29          # bytes of the process, at most; Windows and macOS have no such limit
+STACK = 2**22           # bytes of its stack: less than a thread of the server has, which compiles a grammar again
 MOST_TEXT = 2**20       # characters of a text beyond those of the question, at most: a tokenizer is slow with more
 MARK = 'END_OF_THE_FINAL_MESSAGE '  # after the content of a message that is continued
 
@@ -155,7 +156,8 @@ def confine(late):
         import_module(module)
     try:
         import resource
-        for limit, most in {resource.RLIMIT_NPROC: 0, resource.RLIMIT_NOFILE: 3, resource.RLIMIT_AS: MEMORY}.items():
+        for limit, most in {resource.RLIMIT_NPROC: 0, resource.RLIMIT_NOFILE: 3, resource.RLIMIT_STACK: STACK,
+                            resource.RLIMIT_AS: MEMORY}.items():
             resource.setrlimit(limit, (most, most))
     except (ImportError, ValueError, OSError):
         pass  # Windows has no limits, and macOS none of memory

@@ -15,7 +15,6 @@ from chat.template import answer_of, serve
 
 MOST_CHARACTERS = 2**17  # of a schema, an expression, a grammar, or all choices
 SECONDS = 2.0            # of the processor, for compiling one
-STACK = 2**22            # bytes, for compiling one: a thread has 2**23, or more
 # between the parts of JSON, which allows any number: a small model may write blanks without end
 BLANKS = r'[ \n]{1,40}'
 # the model chooses how a text is divided into tokens, and the library forces no division
@@ -64,11 +63,6 @@ def lark_of(kind, text):
 def answer(kind, text):
     """('text', the grammar) or ('error', why not), once the grammar was compiled for single bytes."""
     from llguidance import LLMatcher, LLTokenizer
-    try:
-        import resource
-        resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.RLIM_INFINITY))
-    except (ImportError, ValueError, OSError):
-        pass  # Windows has no such limit
     try:
         grammar = json.dumps({'grammars': [{'lark_grammar': lark_of(kind, text) + OPTIONS}]})
     except Exception as e:  # the library has several kinds
