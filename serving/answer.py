@@ -52,7 +52,6 @@ class Choice:
         self.finish_reason, self.n_tokens, self.begun, self.ended = None, 0, False, False
 
     def add(self, output):
-        """Add an `Output`."""
         self.pieces += self.read(output)
         self.tokens += output.token_ids
         self.logprobs += zip(output.token_ids, output.logprobs or ())
@@ -243,7 +242,6 @@ class Completion:
                 'prompt_tokens_details': {'cached_tokens': self.n_cached}}
 
     def object(self):
-        """The answer as one object."""
         return {**self.head, **self.of_prompt, 'choices': [choice.take() for choice in self.choices],
                 'usage': self.usage()}
 

@@ -226,7 +226,6 @@ class CompletionBody(GenerationBody):
 
 
 class Part(Lenient):
-    """A part of a message."""
     type: Literal['text', 'input_text', 'output_text', 'refusal']
     text: str = Field(validation_alias=AliasChoices('text', 'refusal'))
 
@@ -305,7 +304,6 @@ class Function(Lenient):
 
 
 class ToolFields(Lenient):
-    """A tool."""
     type: Literal['function']
     function: Function
 
@@ -367,7 +365,6 @@ class ChatBody(GenerationBody, ConversationFields):
 
     @property
     def n_logprobs(self):
-        """The `logprobs` of its requests."""
         return self.top_logprobs if self.logprobs else None
 
     @property

@@ -59,7 +59,6 @@ class Constraint:
         self.n_taken, self.n_new, self.is_complete, self.error = None, 0, False, None
 
     def for_sample(self, ends):
-        """The constraint of another sample."""
         new = Constraint(self.vocabulary, self.beginning, ends)
         new.take(())
         new.write([new])

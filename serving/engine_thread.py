@@ -177,7 +177,6 @@ class EngineThread:
                     self.end(live, 'error', e)
 
     def begin(self, live):
-        """Begin the sequences of a request."""
         r = live.request
         stop_ids = {*r.stop_token_ids, *(() if r.ignore_eos else self.end_tokens),
                     *(self.special_ids[text] for text in r.stop if text in self.special_ids)}
@@ -288,7 +287,6 @@ class EngineThread:
             self.deliver(live)
 
     def end_all(self, reason, error=None):
-        """End all requests that there are."""
         with self.condition:
             self.inbox.clear()
             all_live = list(self.live.values())

@@ -23,7 +23,6 @@ class Endpoint(NamedTuple):
     body: type | None = None
 
     def operation(self, has_key):
-        """One operation of the description."""
         content = {self.answer: {}}
         if self.body and 'stream' in self.body.model_fields:
             content['text/event-stream'] = {}

@@ -109,7 +109,6 @@ class Response(ChatCompletion):
         self.items, self.text, self.events, self.n_events = [], None, b'', 0
 
     def object(self):
-        """The answer as one object."""
         self.take()
         return self.state()
 
@@ -187,7 +186,6 @@ class Response(ChatCompletion):
         self.note_item('output_item.done', item=self.items[-1])
 
     def state(self):
-        """The response as it is."""
         body, reason = self.body, self.choices[0].finish_reason
         status = ('failed' if self.error else 'in_progress' if not self.done else 'incomplete' if reason == 'length'
                   else 'completed')
