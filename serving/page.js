@@ -629,8 +629,7 @@ function inspect() {
   for (const row of $('running').children) row.classList.toggle('of-block', owners.has(row.dataset.key))
   const lines = sample ? aboutSample(sample) : block ? aboutBlock(block) :
     ['Point at a block to see its tokens, or at a request to see its block table. Arrow keys work in the pool.']
-  const key = lines.map(line => line.outerHTML ?? line).join()
-  if ($('inspector').key !== key) { $('inspector').key = key; $('inspector').replaceChildren(...lines) }
+  patch($('inspector'), make('div', {}, ...lines))
 }
 
 function aboutSample(sample) {
