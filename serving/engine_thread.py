@@ -204,15 +204,10 @@ class EngineThread:
             try:
                 if s.error:
                     raise s.error
-                output = self.output_of(s, given, now)
+                if output := self.output_of(s, given, now):
+                    live.outputs.append(output)
             except Exception as e:
-                if live.outputs:  # of samples that may have ended
-                    self.deliver(live)
-                if live.going:
-                    self.end(live, 'error', e)
-                continue
-            if output:
-                live.outputs.append(output)
+                self.end(live, 'error', e)
         for live in list(self.live.values()):
             if live.outputs and (not live.going or live.has_prompt and now >= live.delivered + interval):
                 self.deliver(live)
