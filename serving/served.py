@@ -177,8 +177,6 @@ def requests_of(body, served, id, deliver):
     deliver: called with the number of a request, and with its outputs. A body without a seed gets one for each prompt,
     drawn here.
     """
-    if body.stream_options.include_usage and not body.stream:
-        raise invalid('stream_options', "stream_options is for streams: add stream, or leave it out")
     is_chat, strip = isinstance(body, ChatBody), False
     if is_chat:
         if body.top_logprobs and not body.logprobs:

@@ -54,6 +54,7 @@ def events(data):
     dict(verbosity='low'), dict(prompt_cache_key='k'), dict(safety_identifier='s'), dict(best_of=1),
     dict(suffix=''), dict(logprobs=False), dict(skip_special_tokens=True),
     dict(use_beam_search=False), dict(chat_template_kwargs={}), dict(repeat_penalty=1.0), dict(stream_options={}),
+    dict(stream_options=dict(include_usage=True)),  # the usage is in the whole answer anyway
     dict(temperature=None, stop=None, logit_bias=None, suffix=None, top_p=None, n=None, max_tokens=None),
     dict(stream_options=dict(include_usage=None)), dict(nobody_knows=None, tools=None, audio=None, prediction=None),
     dict(add_special_tokens=True), dict(include_stop_str_in_output=False), dict(logit_bias=[]), dict(grammar=''),

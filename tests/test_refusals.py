@@ -45,7 +45,7 @@ VALUES = [  # of a completion's fields
     ('logprobs', 21), ('logprobs', '1'), ('echo', 1), ('logit_bias', {'a': 1}), ('logit_bias', {'31': 1}),
     ('logit_bias', {'1': 101}), ('logit_bias', [1]), ('logit_bias', {str(i): 1 for i in range(2**16 + 1)}),
     ('presence_penalty', 3), ('frequency_penalty', -3), ('repetition_penalty', 0), ('stream', 1),
-    ('stream_options', {'include_usage': True}), ('cache_salt', 'a' * 257), ('model', 3)]
+    ('cache_salt', 'a' * 257), ('model', 3)]
 COMPLETIONS = [
     (dict(stop_token_ids=['a']), 'stop_token_ids.0', 'integer'),
     (dict(stream=True, stream_options={'x': 1}), 'stream_options.x', 'leave it out'),
