@@ -516,7 +516,6 @@ function undo() {
 }
 
 function setMode(chosen) {
-  if (mode === chosen) return
   document.body.className = mode = chosen
   $('talk').hidden = $('settings').hidden = false
   $('loading').hidden = true
