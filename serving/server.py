@@ -81,14 +81,14 @@ class Service:
         self.waiting = Counter()  # {kind: requests that wait for a thread}
 
     def start_loading(self, loaded):
-        """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
+        """Load in a thread of its own, while /health answers; then call `loaded`, if there is a model."""
         def load():
             try:
                 thread, self.served = self.load()
                 self.thread = thread
+                loaded()
             except BaseException as e:
                 self.error = e
-            loaded()
         threading.Thread(target=load, name='load', daemon=True).start()
 
     def check_loaded(self):
@@ -220,7 +220,7 @@ async def read(request):
 def make_app(service, loaded=lambda: None):
     """
     The ASGI app of a `Service`. It begins to load the model when it starts, and stops the engine when it ends. loaded:
-    called when the model is loaded, or could not be.
+    called when the model is loaded.
     """
     @asynccontextmanager
     async def lifespan(app):
@@ -429,9 +429,8 @@ class Process(uvicorn.Server):
             self.should_exit = True
 
     def loaded(self):
-        """Say what there is, in the thread that loads the model. Without one, `on_tick` ends the process."""
-        if (served := self.service.served) is None:
-            return
+        """Say what there is, in the thread that loads the model."""
+        served = self.service.served
         chat = ", /v1/chat/completions, /v1/responses" * (served.tokenizer.chat_template is not None)
         print(f"the API of {served.name!r} at {self.address}v1: /v1/completions{chat}\n"
               f"ready in {time.monotonic() - BEGAN:.1f} s", file=sys.stderr)
