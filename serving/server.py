@@ -391,14 +391,11 @@ ENDPOINTS = [
 
 
 class Process(uvicorn.Server):
-    """
-    uvicorn, but for how it ends: the first SIGTERM or SIGINT drains within drain_seconds, a second one ends at once.
-    address: of the API.
-    """
+    """uvicorn, but for how it ends: the first SIGTERM or SIGINT drains within drain_seconds, a second ends at once."""
 
-    def __init__(self, config, service, drain_seconds, address=''):
+    def __init__(self, config, service, drain_seconds):
         super().__init__(config)
-        self.service, self.drain_seconds, self.address = service, drain_seconds, address
+        self.service, self.drain_seconds = service, drain_seconds
         self.loop = self.drainer = None
 
     async def startup(self, sockets=None):
@@ -428,12 +425,11 @@ class Process(uvicorn.Server):
         finally:
             self.should_exit = True
 
-    def loaded(self):
-        """Say what there is, in the thread that loads the model."""
-        served = self.service.served
-        chat = ", /v1/chat/completions, /v1/responses" * (served.tokenizer.chat_template is not None)
-        print(f"the API of {served.name!r} at {self.address}v1: /v1/completions{chat}\n"
-              f"ready in {time.monotonic() - BEGAN:.1f} s", file=sys.stderr)
+
+def say_what_is_served(served, address):
+    chat = ", /v1/chat/completions, /v1/responses" * (served.tokenizer.chat_template is not None)
+    print(f"the API of {served.name!r} at {address}v1: /v1/completions{chat}\n"
+          f"ready in {time.monotonic() - BEGAN:.1f} s", file=sys.stderr)
 
 
 def ignore_write_errors(stream):
@@ -478,12 +474,11 @@ def run(service, host, port, drain_seconds):
     name = f'[{host}]' if ':' in host else host
     address = f'http://{name}:{listener.getsockname()[1]}/'
     print(f"the page: {address}   (the model is being loaded)", file=sys.stderr)
-    config = uvicorn.Config(None, log_level='error', access_log=False, lifespan='on', ws='none', server_header=False,
+    app = make_app(service, lambda: say_what_is_served(service.served, address))
+    config = uvicorn.Config(app, log_level='error', access_log=False, lifespan='on', ws='none', server_header=False,
                             http=Connection, backlog=ACCEPTED, timeout_graceful_shutdown=CLOSING,
                             timeout_keep_alive=IDLE, proxy_headers=False)
-    process = Process(config, service, drain_seconds, address)
-    config.app = make_app(service, process.loaded)
-    process.run([listener])
+    Process(config, service, drain_seconds).run([listener])
     if service.error is not None:
         raise service.error
     if service.thread is not None and service.thread.dead:

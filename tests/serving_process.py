@@ -24,9 +24,9 @@ def serving(engine, served=None, drain_seconds=5, load=None, **settings):
     listener = listen('127.0.0.1', 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)  # what nobody reads waits in the server, and soon
     address = f'http://127.0.0.1:{listener.getsockname()[1]}'
-    process = Process(uvicorn.Config(None, log_level='warning', access_log=False, timeout_graceful_shutdown=1,
-                                     http=Connection, proxy_headers=False), service, drain_seconds)
-    process.config.app = make_app(service, lambda: (process.loaded(), ready.set()))
+    process = Process(uvicorn.Config(make_app(service, ready.set), log_level='warning', access_log=False,
+                                     timeout_graceful_shutdown=1, http=Connection, proxy_headers=False),
+                      service, drain_seconds)
     thread = threading.Thread(target=process.run, args=([listener],))
     thread.start()
     try:
