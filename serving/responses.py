@@ -92,9 +92,8 @@ class ResponseBody(ChatBody):
 def renamed(error):
     """The APIError of a chat with the names that its fields have here."""
     for theirs, ours in OF_A_CHAT.items():
-        if (error.param or '').partition('.')[0] == theirs or (error.param or '').startswith(theirs + '.'):
+        if f'{error.param}.'.startswith(f'{theirs}.'):
             error.param, error.args = error.param.replace(theirs, ours), (str(error).replace(theirs, ours),)
-            break
     return error
 
 
