@@ -88,7 +88,7 @@ def read(stored, slots):
     return rows if stored.scale is None else dequantise(rows, stored.scale[:, slots], 8)
 
 
-def draw(logits, inputs):
+def draw(logits, inputs, ended=None):
     """As `decode.draw.draw` does, which is the definition."""
     for row in range(len(logits)):
         step, number, left, sequence = (int(getattr(inputs, name)[row])

@@ -161,9 +161,9 @@ def test_a_text_is_one_whoever_runs_beside_it():
             dict(logit_bias={t: 1.0 for t in many}), dict(frequency_penalty=1.0),
             dict(prompt_logits=True, logprobs=True)]
 
-    def other_draw(logits, inputs):
+    def other_draw(logits, inputs, ended):
         inputs.seeds[:len(logits)] ^= 2**40  # a draw by another seed: no token is the definition's but by chance
-        plain_gpu.draw(logits, inputs)
+        plain_gpu.draw(logits, inputs, ended)
         inputs.seeds[:len(logits)] ^= 2**40
 
     def drawn(*numbers):
@@ -328,9 +328,9 @@ def other_apart(*args):
     args[6].add_(1e-6 * args[-1])
 
 
-def greedy(logits, inputs):
+def greedy(logits, inputs, ended):
     inputs.settings[:, 0] = 0
-    plain_gpu.draw(logits, inputs)
+    plain_gpu.draw(logits, inputs, ended)
 
 
 def test_what_a_device_computes_is_tried_first(monkeypatch):

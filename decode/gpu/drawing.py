@@ -10,6 +10,7 @@ A logit is found by halving an interval of `rank`s, whole numbers in the order o
 and top_p keep is exact. To halve it 32 times without reading the row 32 times, a program holds the four largest logits
 of each of BLOCK lanes: lane l has the tokens l, l + BLOCK, ... The logits it does not hold are mostly much too small.
 """
+import torch
 import triton
 import triton.language as tl
 
@@ -18,28 +19,32 @@ from decode.gpu.ordering import is_last, overlap, wait
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = map(
     tl.constexpr, range(tables.N_SETTINGS + 1))
-IS_STOP, IN_PROMPT, MOST_PROGRAMS, NOTHING, BROKEN, STOPS = map(tl.constexpr, (
-    tables.IS_STOP, tables.IN_PROMPT, tables.MOST_PROGRAMS, tables.NOTHING, tables.BROKEN, tables.STOPS))
+IS_STOP, IN_PROMPT, NOTHING, BROKEN, STOPS = map(tl.constexpr, (
+    tables.IS_STOP, tables.IN_PROMPT, tables.NOTHING, tables.BROKEN, tables.STOPS))
+PART = 1024  # logits that a program of `change_kernel` reads, and of which it finds the largest
 BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time, or fewer of a small vocabulary
 PROGRAMS = 128  # of `draw_kernel`, at least, if the vocabulary has so many blocks
+MOST_PROGRAMS = tl.constexpr(16)  # of these, for one row
 UNROLL = tl.constexpr(4)  # so many times, if it need not wait in between: one program alone has to hide its latency
 INFINITY, GOLDEN = tl.constexpr(float('inf')), tl.constexpr(0x9E3779B97F4A7C15)
 
 
-def draw(logits, inputs):
+def draw(logits, inputs, ended):
     """
     Draw the next tokens from logits, float32 (R, vocab_size), which are changed. Then each row's token, position,
-    number and mark in the `StepInputs` go on; a row that ends becomes padding.
+    number and mark in the `StepInputs` go on; a row that ends becomes padding. ended: of a `step.Step`.
     """
     (R, V), i, early = logits.shape, inputs, overlap(logits)
-    change_kernel[R, triton.cdiv(V, tables.PART)](
-        logits, i.settings, i.numbers, i.left, i.min_tokens, i.sequences, i.biases, i.marks, i.broken, i.most, V,
-        tables.PART, **early, num_warps=4, enable_fp_fusion=False)
+    most = logits.new_empty(R, triton.cdiv(V, PART))
+    change_kernel[most.shape](
+        logits, i.settings, i.numbers, i.left, i.min_tokens, i.sequences, i.biases, i.marks, i.broken, most, V, PART,
+        **early, num_warps=4, enable_fp_fusion=False)
     block = min(BLOCK, max(64, triton.next_power_of_2(V)))
-    n_programs = min(triton.cdiv(V, block), triton.cdiv(PROGRAMS, R), tables.MOST_PROGRAMS)
+    n_programs = min(triton.cdiv(V, block), triton.cdiv(PROGRAMS, R), MOST_PROGRAMS.value)
+    scores, found = (logits.new_empty(R, MOST_PROGRAMS.value, dtype=dtype) for dtype in (torch.float64, torch.int32))
     draw_kernel[R, n_programs](
         logits, i.settings, i.seeds, i.numbers, i.left, i.broken, i.marks, i.drawn, i.drawn.stride(0), i.step, i.tokens,
-        i.positions, i.sequences, i.most, i.scores, i.found, i.ended, V, tables.PART, block, **early,
+        i.positions, i.sequences, most, scores, found, ended, V, PART, block, **early,
         num_warps=min(WARPS, block // 32), enable_fp_fusion=False)
 
 
@@ -47,8 +52,8 @@ def draw(logits, inputs):
 def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases, marks, broken, most,
                   V: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """
-    Apply biases, min_tokens and penalties to BLOCK logits of a row, in place, in this order. Note broken ones, and the
-    largest.
+    Apply biases, min_tokens and penalties to BLOCK logits of a row, in place, in this order. Note broken ones, and in
+    `most` the largest.
     """
     wait(OVERLAP)
     row = tl.program_id(0)

@@ -108,7 +108,7 @@ class GPUExecutor:
             step, inputs, layers = self.step, self.table.inputs.rows(R), self.layers
             run = {'layers': lambda: step.hidden_states(inputs, layers), 'step': lambda: step.draw(inputs, layers),
                    'head': lambda: step.head(step.x[inputs.wanted]),
-                   'draw': lambda: self.functions.draw(step.logits[:R], inputs)}[kind]
+                   'draw': lambda: self.functions.draw(step.logits[:R], inputs, step.ended)}[kind]
             inputs.sequences.fill_(-1)  # what is run to be recorded writes nothing
             inputs.left.fill_(0)
             inputs.step.fill_(0)  # that of the last call may be past the last row of `drawn`

@@ -17,7 +17,7 @@ class Step:
 
     x: float32 (n_rows, n_embd), what `hidden_states` has computed. logits: float32 (n_rows, vocab_size), of `head`.
     slopes: float32 (n_head,) of ALiBi, or None. ended: int32 zeros, counters of a kernel, which leaves zeros: of each
-    row's heads, or of the tiles of a narrow linear.
+    row, of its heads, or of the tiles of a narrow linear.
     """
 
     def __init__(self, functions, model, columns, layers, n_rows):
@@ -69,7 +69,7 @@ class Step:
         """A whole step in which each row draws the next token of another sequence."""
         self.hidden_states(inputs, layers, apart=True)
         self.head(self.x[:len(inputs.tokens)])
-        self.functions.draw(self.logits[:len(inputs.tokens)], inputs)
+        self.functions.draw(self.logits[:len(inputs.tokens)], inputs, self.ended)
 
     def activations(self, *shape):
         return self.x.new_empty(shape, dtype=self.model.lm_head.weight.dtype)

@@ -10,8 +10,6 @@ BIASED, N_SETTINGS = 7, 8  # columns of the settings of a draw: `decode.draw.NAM
 # what the mark of a token has beside its count
 IS_STOP, IN_PROMPT = 2**29, 2**30
 MOST_STEPS = 64  # of a call
-MOST_PROGRAMS = 16  # that draw for one row
-PART = 1024  # logits of which the largest is known
 # `drawn` has a token; a token + STOPS where it ends its text; NOTHING where the row had ended before; BROKEN where a
 # logit is no number
 NOTHING, BROKEN, STOPS = -1, -2, 2**40
@@ -24,8 +22,7 @@ FIELDS = {'tokens': (torch.int64, 1), 'positions': (torch.int64, 1), 'wanted': (
 ROW_BYTES = sum(dtype.itemsize * n for dtype, n in FIELDS.values())
 
 
-class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'marks', 'most', 'scores', 'found',
-                                           'ended', 'drawn'])):
+class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'marks', 'drawn'])):
     """
     What R rows of a step read, and how they draw. Types are those of FIELDS.
 
@@ -36,9 +33,7 @@ class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'mar
     are not numbers, until the next `send`.
     slot_table: int32 (n_rows, n_columns), see `Columns`. biases: float32 (n_rows, vocab_size), which are read if the
     row is BIASED. marks: int32 (n_rows, vocab_size), of each token how often the sequence has drawn it, and IS_STOP and
-    IN_PROMPT. most: float32 (n_rows, parts), the largest logits of the parts of a row. scores, found: float64 and int32
-    (n_rows, MOST_PROGRAMS), of the programs that draw for a row. ended: int32 (n_rows,), how many of them have; 0
-    after a draw. drawn: int64 (MOST_STEPS, R), the result, in memory of the host: row number `step` is written.
+    IN_PROMPT. drawn: int64 (MOST_STEPS, R), the result, in memory of the host: row number `step` is written.
     """
 
     def rows(self, n):
@@ -57,18 +52,14 @@ class CallTable:
     """inputs: `StepInputs` of n_rows rows on the device. host: FIELDS as arrays, which `send` writes there."""
 
     def __init__(self, n_rows, vocab_size, slot_table, queue):
-        def zeros(*shape, dtype, device=slot_table.device):
-            return torch.zeros(shape, dtype=dtype, device=device)
         self.queue, self.settings = queue, None
-        self.memory, self.host_memory = (zeros(n_rows * ROW_BYTES, dtype=torch.uint8, device=device)
+        self.memory, self.host_memory = (torch.zeros(n_rows * ROW_BYTES, dtype=torch.uint8, device=device)
                                          for device in (slot_table.device, 'cpu'))
         self.host = {name: t.numpy() for name, t in zip(FIELDS, fields_of(self.host_memory))}
-        self.inputs = StepInputs(*fields_of(self.memory), slot_table, zeros(n_rows, vocab_size, dtype=torch.float32),
-                                 zeros(n_rows, vocab_size, dtype=torch.int32),
-                                 zeros(n_rows, -(-vocab_size // PART), dtype=torch.float32),
-                                 zeros(n_rows, MOST_PROGRAMS, dtype=torch.float64),
-                                 zeros(n_rows, MOST_PROGRAMS, dtype=torch.int32), zeros(n_rows, dtype=torch.int32),
-                                 queue.pinned(zeros(MOST_STEPS, n_rows, dtype=torch.int64, device='cpu')))
+        biases, marks = (torch.zeros(n_rows, vocab_size, dtype=dtype, device=slot_table.device)
+                         for dtype in (torch.float32, torch.int32))
+        drawn = queue.pinned(torch.zeros(MOST_STEPS, n_rows, dtype=torch.int64, device='cpu'))
+        self.inputs = StepInputs(*fields_of(self.memory), slot_table, biases, marks, drawn)
 
     def send(self):
         """Write what is in `host` to the device. The host may change it at once."""
