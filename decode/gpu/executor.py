@@ -105,8 +105,8 @@ class GPUExecutor:
         """For n rows: 'layers', 'head', 'draw', or 'step', which is all of them. To record one spoils the inputs."""
         R = next(R for R in BUCKETS if R >= n)
         if (kind, R) not in self.graphs:
-            step, inputs, layers = self.step, self.table.inputs.rows(R), self.layers
-            run = {'layers': lambda: step.hidden_states(inputs, layers), 'step': lambda: step.draw(inputs, layers),
+            step, inputs = self.step, self.table.inputs.rows(R)
+            run = {'layers': lambda: step.hidden_states(inputs), 'step': lambda: step.draw(inputs),
                    'head': lambda: step.head(step.x[inputs.wanted]),
                    'draw': lambda: self.functions.draw(step.logits[:R], inputs, step.ended)}[kind]
             inputs.sequences.fill_(-1)  # what is run to be recorded writes nothing

@@ -12,8 +12,8 @@ from positions import alibi_slopes, rotary_angles, rotary_frequencies
 class Step:
     """
     The step of a model for up to n_rows rows. functions: of `executor.kernels`, or others that compute the same.
-    layers: `kvcache.storage.Layer`s, of which it keeps the shape. columns: of the slot table. ValueError if these are
-    not for the model.
+    layers: a `kvcache.storage.Layer` for each of its own. columns: of the slot table. ValueError if the layers are not
+    for the model.
 
     x: float32 (n_rows, n_embd), what `hidden_states` has computed. logits: float32 (n_rows, vocab_size), of `head`.
     slopes: float32 (n_head,) of ALiBi, or None. ended: int32 zeros, counters of a kernel, which leaves zeros: of each
@@ -21,7 +21,8 @@ class Step:
     """
 
     def __init__(self, functions, model, columns, layers, n_rows):
-        self.functions, self.model, self.config, self.columns = functions, model, model.config, columns
+        self.functions, self.model, self.config = functions, model, model.config
+        self.columns, self.layers = columns, layers
         c, device, first = self.config, model.lm_head.weight.device, layers[0].k
         shape, n_numbers = (c.n_layer, c.n_kv_head * layers[0].n_slots * c.head_dim), first.data.numel()
         if shape != (len(layers), n_numbers):
@@ -34,11 +35,8 @@ class Step:
         # a tile has 8 rows and 16 numbers at least
         self.ended = torch.zeros((n_rows + 8) * max(c.n_head, 64), dtype=torch.int32, device=device)
 
-    def hidden_states(self, inputs, layers, apart=False):
-        """
-        Compute x of the rows of `StepInputs`, after all layers. layers: a `kvcache.storage.Layer` for each. apart:
-        each row is of another sequence.
-        """
+    def hidden_states(self, inputs, apart=False):
+        """Compute x of the rows of `StepInputs`, after all layers. apart: each row is of another sequence."""
         run, c, t, R = self.functions, self.config, self.model.transformer, len(inputs.tokens)
         x, angles = self.x[:R], self.angles(inputs.positions)
         of_x, qkv, y, hidden = (self.activations(R, n) for n in (
@@ -46,7 +44,7 @@ class Step:
         q = self.activations(R, 1 if angles is None else angles.size(1), c.n_head, c.head_dim)
         parts = x.new_empty(R, self.columns.n_splits, c.n_head, c.head_dim + 2)
         run.embed(inputs, t.wte.weight, t.wpe.weight if 'wpe' in t else None, x)
-        for block, layer in zip(t.h, layers):
+        for block, layer in zip(t.h, self.layers):
             attn, mlp = block.attn, block.mlp
             run.normed(x, of_x, block.ln_1, c.norm == 'rms')
             run.linear(of_x, qkv, attn.c_attn, self.ended)
@@ -65,9 +63,9 @@ class Step:
         self.functions.normed(x, of_x, self.model.transformer.ln_f, self.config.norm == 'rms')
         self.functions.linear(of_x, self.logits[:len(x)], self.model.lm_head, self.ended)
 
-    def draw(self, inputs, layers):
+    def draw(self, inputs):
         """A whole step in which each row draws the next token of another sequence."""
-        self.hidden_states(inputs, layers, apart=True)
+        self.hidden_states(inputs, apart=True)
         self.head(self.x[:len(inputs.tokens)])
         self.functions.draw(self.logits[:len(inputs.tokens)], inputs, self.ended)
 
