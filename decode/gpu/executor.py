@@ -170,11 +170,11 @@ class GPUExecutor:
                     waiting.append((launched, self.queue.event()))
                 first, (landed, event) = landed, waiting.popleft()
                 event.synchronize()
-                check_drawn(drawn[first:landed])
                 ended |= bool((drawn[first:landed] >= STOPS).any()) or batch.is_late()
         except BaseException:
             self.queue.synchronize()  # the caller may free slots that steps under way still write
             raise
+        check_drawn(drawn[:landed])
         counts = (drawn[:landed] >= 0).sum(0).tolist()  # what is nothing is behind the end
         found = [tokens[:n] for tokens, n in zip((drawn[:landed].T % STOPS).tolist(), counts)]
         for row, of_row in zip(rows, found):
@@ -188,7 +188,7 @@ class GPUExecutor:
             rows = self.rows(sequences[start:start + self.most_sequences])
             n = len(rows)
             graph = self.graph('draw', n)
-            self.table.draw(rows, np.ones(n, np.int64))
+            self.table.draw(rows, 1)
             self.table.send()
             self.step.logits[:n] = logits[start:start + n]  # a draw changes its own
             graph.replay()

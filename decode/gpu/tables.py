@@ -72,7 +72,7 @@ class CallTable:
         host['sequences'][:n], host['sequences'][n:] = np.repeat([row.number for row in rows], counts), -1
 
     def draw(self, rows, limits):
-        """The next `send` is of rows that draw as these `Row`s' sequences do, at most limits (S,) tokens each."""
+        """The next `send` is of rows that draw as these `Row`s' sequences do, at most `limits` tokens each."""
         host, n, settings = self.host, len(rows), [row.sequence.settings for row in rows]
         if settings != self.settings:  # the same objects have the same settings
             self.settings = None  # until all is written
