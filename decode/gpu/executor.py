@@ -4,7 +4,6 @@ The executor for GPUs: the step of step.py, recorded as CUDA graphs.
 A graph is recorded for each number of rows in BUCKETS. A step of other numbers is padded with rows that write nothing,
 one of more rows is several.
 """
-import copy
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -57,7 +56,7 @@ class GPUExecutor:
             if p.dtype not in DTYPES or p.dtype is not dtype or not p.is_contiguous():
                 raise ValueError(f"the GPU executor reads contiguous weights of one dtype, float32, bfloat16 or "
                                  f"float16, but {name} is {p.dtype} with strides {p.stride()}: {REFUSED}")
-        config, n, device = copy.copy(self.model.config), self.most_sequences, self.model.lm_head.weight.device
+        config, n, device = self.model.config, self.most_sequences, self.model.lm_head.weight.device
         slots = SlotTable(Columns.of(config, max(n, AHEAD)), config, n, device, self.queue)
         table = CallTable(n, config.vocab_size, slots.table, self.queue)
         # all together, so that none of them is of another model if there is no memory for the next one
@@ -71,8 +70,7 @@ class GPUExecutor:
 
     def bind(self):
         """Have the steps read the weights, and read and write the slots, that are now its own. Graphs are forgotten."""
-        if self.device.type == 'cuda':
-            torch.cuda.synchronize(self.device)
+        self.queue.synchronize()
         # once none of them runs, and all together: they share memory of the libraries they call
         self.step, self.graphs = None, {}
         self.queue.forget()

@@ -46,13 +46,11 @@ class Queue:
 
     def event(self):
         """An event behind all that was begun. Its `synchronize` waits until that is done."""
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        return torch.cuda.current_stream(self.device).record_event()
 
     def synchronize(self):
         """Wait until all is done."""
-        torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.synchronize(self.device)
 
 
 def captured(step, pool, stream):
