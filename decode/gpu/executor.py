@@ -15,7 +15,7 @@ from decode.batch import NotNumbers, SequenceOutput, step_slots
 from decode.changes import REFUSED, check_unchanged
 from decode.eager import are_numbers, check_step
 from decode.gpu.queue import Queue
-from decode.gpu.slots import AHEAD, Columns, Rows, SlotTable
+from decode.gpu.slots import Rows, SlotTable
 from decode.gpu.step import Step
 from decode.gpu.tables import BROKEN, MOST_STEPS, STOPS, CallTable
 
@@ -57,7 +57,7 @@ class GPUExecutor:
                 raise ValueError(f"the GPU executor reads contiguous weights of one dtype, float32, bfloat16 or "
                                  f"float16, but {name} is {p.dtype} with strides {p.stride()}: {REFUSED}")
         config, n, device = self.model.config, self.most_sequences, self.model.lm_head.weight.device
-        slots = SlotTable(Columns.of(config, max(n, AHEAD)), config, n, device, self.queue)
+        slots = SlotTable(config, n, device, self.queue)
         table = CallTable(n, config.vocab_size, slots.table, self.queue)
         # all together, so that none of them is of another model if there is no memory for the next one
         self.config, self.device, self.slots, self.table, self.rows = config, device, slots, table, Rows(n)

@@ -76,10 +76,9 @@ class SlotTable:
     pools make others when slots change, and when it is cut.
     """
 
-    def __init__(self, columns, config, n_rows, device, queue):
-        self.columns, self.n_sink, self.window, self.queue = columns, config.n_sink, config.window, queue
-        self.max_positions = min(config.max_positions, 2**62)
-        self.table = torch.zeros(n_rows, columns.n_columns, dtype=torch.int32, device=device)
+    def __init__(self, config, n_rows, device, queue):
+        self.columns, self.config, self.queue = Columns.of(config, max(n_rows, AHEAD)), config, queue
+        self.table = torch.zeros(n_rows, self.columns.n_columns, dtype=torch.int32, device=device)
 
     def update(self, rows, starts, ends):
         """
@@ -89,13 +88,13 @@ class SlotTable:
         for row in rows:
             if row.runs is not row.sequence.runs:
                 row.runs, row.until = row.sequence.runs, 0
-        until = np.array([row.until for row in rows])
+        until, c = np.array([row.until for row in rows]), self.config
         if (until < ends).any():
             # the slots of later positions are written too, if the runs have them: the next steps then write none
             reach = np.array([row.runs.next[0] if row.runs.next else 0 for row in rows])
-            ends = np.maximum(ends, np.minimum(reach, np.minimum(starts + AHEAD, self.max_positions)))
-            first = np.maximum(starts - self.window + 1, 0) if self.window else 0 * starts
-            sinks = np.where(until, 0, np.minimum(self.n_sink, ends))
+            ends = np.maximum(ends, np.minimum(reach, np.minimum(starts + AHEAD, min(c.max_positions, 2**62))))
+            first = np.maximum(starts - c.window + 1, 0) if c.window else 0 * starts
+            sinks = np.where(until, 0, np.minimum(c.n_sink, ends))
             for row in rows:
                 row.until = 0
             self.write(rows, np.where(until, until, first), ends, sinks)
@@ -118,7 +117,7 @@ class SlotTable:
                               f"{needed[number]} positions that its new tokens see: its runs must have all of them")
             step = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # 0, 1, ... within each run
             numbers = np.array([row.number for row in rows])[np.repeat(of_run, counts)]
-            at.append(numbers * self.columns.n_columns + self.columns.column(np.repeat(begin, counts) + step,
-                                                                             self.n_sink))
+            columns = self.columns.column(np.repeat(begin, counts) + step, self.config.n_sink)
+            at.append(numbers * self.columns.n_columns + columns)
             found.append(np.repeat(slot + begin - position, counts) + step)
         self.queue.put(self.table, np.concatenate(at), np.concatenate(found))
