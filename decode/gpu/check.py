@@ -23,30 +23,28 @@ def check_here(model, functions, queue):
     last rows the same bits in any order, in any company, in a step of their own and in one that draws.
     """
     executor = GPUExecutor(first_layer(model), functions, queue)
-    texts = texts_for(executor)
+    texts, order = texts_for(executor), np.random.default_rng(0).permutation(N_TEXTS)
     lengths, tokens = [len(text.tokens) for text in texts], np.concatenate([text.tokens for text in texts])
-    last, positions, ones = np.cumsum(lengths) - 1, np.concatenate([np.arange(n) for n in lengths]), np.ones(1, int)
+    last, positions = np.cumsum(lengths) - 1, np.concatenate([np.arange(n) for n in lengths])
 
-    def logits(order):
-        """Of last tokens in this order, in a step of their own."""
-        return executor.logits_of([texts[i] for i in order], tokens[last[order]], positions[last[order]],
-                                  [1] * len(order), np.arange(len(order)))
+    def step_of(order):
+        """Last tokens in this order, in a step of their own: its sequences, counts, tokens and positions."""
+        return [texts[i] for i in order], np.ones(len(order), int), tokens[last[order]], positions[last[order]]
 
     def logits_after_a_draw(order):
         graph = executor.graph('step', len(order))
-        executor.load([texts[i] for i in order], ones.repeat(len(order)), tokens[last[order]], positions[last[order]])
+        executor.load(*step_of(order))
         executor.table.send()  # nobody draws: the draw leaves logits alone
         graph.replay()
         return executor.step.logits[:len(order)]
     try:
         executor.hold([slots_for(executor, len(tokens))])
         with executor.on_device():
-            order = np.random.default_rng(0).permutation(N_TEXTS)
-            found = executor.logits_of(texts, tokens, positions, lengths, last)
-            orders = order, np.tile(order, 12), order[:1], order[:9], order[2:]
-            wrong = [] if all(torch.equal(found[order], logits(order)) for order in orders) and all(
-                torch.equal(found[order], logits_after_a_draw(order)) for order in (order, order[:1])) else [
-                    "rows have other bits among others"]
+            found = executor.logits_of(texts, lengths, tokens, positions, last)
+            same = [torch.equal(found[some], executor.logits_of(*step_of(some), np.arange(len(some))))
+                    for some in (order, np.tile(order, 12), order[:1], order[:9], order[2:])]
+            same += [torch.equal(found[some], logits_after_a_draw(some)) for some in (order, order[:1])]
+            wrong = [] if all(same) else ["rows have other bits among others"]
             drawn = executor.drawn(texts, found)
             defined = draw(found, [text.settings for text in texts], [0] * N_TEXTS).tolist()
             judge = copy.deepcopy(executor.model).float().eval()

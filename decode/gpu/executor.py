@@ -26,15 +26,13 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
 
 class GPUExecutor:
     """
-    A model's steps on a GPU.
+    A model's steps on a GPU. After a change of the model call `refresh`.
 
     functions: of `kernels`, or others that compute the same. queue: see queue.py. layers: see `hold`. type_kv: of the
     keys and values that it computes.
 
-    The bits of a row's logits, and what is drawn from them, depend neither on the other rows of a step nor on how its
-    text is divided into steps; `check.check_here` tries that on the device. After a change of the model call `refresh`.
-
-    ValueError on a model that is not model.py's GPT in one of DTYPES, and where kernels compute something else.
+    ValueError on a model that is not model.py's GPT in one of DTYPES, and where `check.check_here` finds that the
+    kernels compute something else.
     """
     torch_on_one_thread, most_sequences = nullcontext, BUCKETS[-1]
 
@@ -94,7 +92,7 @@ class GPUExecutor:
             elif batch.decodes and not any(batch.logprobs):
                 return self.several(batch)
             rows, parts = batch.rows()
-            logits = self.logits_of(batch.sequences, batch.tokens, batch.positions, batch.counts, rows)
+            logits = self.logits_of(batch.sequences, batch.counts, batch.tokens, batch.positions, rows)
             if any(batch.prompt_logits) and not are_numbers(logits):  # a draw looks at what it draws from
                 raise NotNumbers
             return batch.result(logits, parts, self.drawn)
@@ -129,7 +127,7 @@ class GPUExecutor:
         self.table.step(rows, counts, tokens, positions, wanted)
         return rows
 
-    def logits_of(self, sequences, tokens, positions, counts, wanted):
+    def logits_of(self, sequences, counts, tokens, positions, wanted):
         """Float32 (W, vocab_size) of the rows `wanted` of one step, which may be several graphs one after the other."""
         logits = torch.empty(len(wanted), self.config.vocab_size, dtype=torch.float32, device=self.device)
         ends, counts = np.cumsum(counts), np.asarray(counts)
