@@ -16,7 +16,7 @@ import torch
 from conftest import sizes
 from plain_gpu import Direct
 from test_executors import Slots, Text
-from tiny_models import HOWS, MODELS, model_of
+from tiny_models import HOWS, MODELS, drawn_alone, model_of
 from tiny_models import VOCAB as V
 
 import decode
@@ -101,21 +101,10 @@ def run(engine):
     return calls
 
 
-def tokens_alone(model, s):
-    """The tokens of a sequence by whole texts, without a cache, and the definition of a draw."""
-    how, tokens = s.settings, s.tokens[:s.n_prompt]
-    while len(tokens) < s.n_end and not (len(tokens) > s.n_prompt and tokens[-1] in how.stop_ids):
-        device = model.lm_head.weight.device
-        with torch.inference_mode():
-            logits = model.step(torch.tensor([tokens[-model.config.block_size:]], device=device), None, False)[0][:, 0]
-        how.count(tokens[s.n_prompt:])
-        tokens.append(int(draw(logits.float(), [how], [len(tokens) - s.n_prompt])))
-    return tokens
-
-
 def check_alone(model, sequences):
     for s in sequences:
-        assert s.error is None and s.tokens == tokens_alone(model, s), (s, s.settings.values)
+        tokens, _ = drawn_alone(model, s.tokens[:s.n_prompt], s.n_end - s.n_prompt, settings=s.settings)
+        assert s.error is None and s.tokens[s.n_prompt:] == tokens, (s, s.settings.values)
 
 
 @pytest.mark.parametrize('kind', sizes(['llama', 'rope window sinks'], MODELS))
@@ -129,7 +118,6 @@ def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
     for seed in range(sizes(1, 5)):
         m, choose, sequences = model_of(kind, seed), random.Random(seed), []
         engine, interrupts = engine_of(late(m), 30), [DEFAULT, DEFAULT, KeyboardInterrupt] * 2
-        endless = model_of(kind, seed, block_size=400) if m.config.max_positions > 40 else m
         queue = engine.executor.queue
         queue.event = Mock(wraps=queue.event, side_effect=itertools.chain(interrupts, itertools.repeat(DEFAULT)))
         for i in range(30):
@@ -143,7 +131,7 @@ def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
         while not engine.is_idle:
             with suppress(KeyboardInterrupt):
                 calls += run(engine)
-        check_alone(endless, sequences)
+        check_alone(m, sequences)
         n_late = max(n_late, engine.executor.queue.n_late)
         n_preempted += engine.scheduler.n_preempted
         assert sum(map(sum, calls)) > 4 * len(calls) and queue.event.call_count > 6
@@ -303,29 +291,18 @@ def test_what_it_does_not_know_is_refused():
             decode.check_choice(name, 'int8', device='cuda')
 
 
-def wrong_far_away(*args):
-    """Attention that is wrong where the keys of a window have gone round."""
-    step, _, _, inputs, _, _, y, *_ = args
-    plain_gpu.attend(*args)
-    y[inputs.positions > step.columns.ring + 20] *= 1.1
+def off_by(error):
+    """Attention whose y is off by error(y, step, inputs, apart)."""
+    def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
+        plain_gpu.attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart)
+        y += error(y, step, inputs, apart)
+    return dict(attend=attend)
 
 
-def by_place(*args):
-    """Attention whose last bits depend on a row's place."""
-    plain_gpu.attend(*args)
-    args[6].add_(torch.arange(len(args[6]))[:, None] % 7 * 1e-6)
-
-
-def by_number(*args):
-    """Attention whose last bits depend on the number of rows, where they are few."""
-    plain_gpu.attend(*args)
-    args[6].add_(1e-6 * (len(args[6]) < 64))
-
-
-def other_apart(*args):
-    """Attention whose last bits depend on whether it stores keys itself."""
-    plain_gpu.attend(*args)
-    args[6].add_(1e-6 * args[-1])
+FAR_AWAY = off_by(lambda y, step, inputs, _: 0.1 * y * (inputs.positions > step.columns.ring + 20)[:, None])
+# by a row's place, by the number of rows, where they are few, and by who stores keys
+OTHER_BITS = [off_by(lambda y, *_: torch.arange(len(y))[:, None] % 7 * 1e-6),
+              off_by(lambda y, *_: 1e-6 * (len(y) < 64)), off_by(lambda *given: 1e-6 * given[-1])]
 
 
 def greedy(logits, inputs, ended):
@@ -338,8 +315,8 @@ def test_what_a_device_computes_is_tried_first(monkeypatch):
     monkeypatch.setattr(check, 'LONGEST', sizes(40, 300))
     for kind, functions, error in [
             *[(kind, {}, '') for kind in sizes(['rope window sinks', 'qwen window', 'learned'], MODELS)],
-            ('rope window sinks', dict(attend=wrong_far_away), 'away from PyTorch'),
-            *[('rope', dict(attend=each), 'other bits among others') for each in (by_place, by_number, other_apart)],
+            ('rope window sinks', FAR_AWAY, 'away from PyTorch'),
+            *[('rope', each, 'other bits among others') for each in OTHER_BITS],
             ('rope', dict(draw=greedy), 'it draws'), ('rope', dict(attend=None), 'does not run here: TypeError'),
             ('llama', dict(attend=lambda *args: plain_gpu.attend(*args[:8], None, args[9])), 'away from')]:
         model, functions = model_of(kind), SimpleNamespace(**PLAIN | functions)

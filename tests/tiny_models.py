@@ -31,17 +31,17 @@ def model_of(kind, seed=0, dtype=torch.float32, **how):
 
 
 def drawn_alone(model, prompt, n, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), constraint=None, logprobs=False,
-                **how):
+                settings=None, **how):
     """
     The tokens that a model draws after a prompt, by full passes over a text that is cropped to block_size and by the
-    draw's definition; and the logits (1, vocab_size) of each. constraint: a `ToyConstraint`.
+    draw's definition; and the logits (1, vocab_size) of each. constraint: a `ToyConstraint`. settings: `DrawSettings`.
     """
-    c, tokens, of_tokens = model.config, [], []
-    settings = DrawSettings(c.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **how)
+    c, device, tokens, of_tokens = model.config, model.lm_head.weight.device, [], []
+    settings = settings or DrawSettings(c.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **how)
     while len(tokens) < n and not (tokens and tokens[-1] in settings.stop_ids):
         text = [*prompt, *tokens] if c.max_positions > c.block_size else [*prompt, *tokens][-c.block_size:]
         with torch.inference_mode():
-            logits = model(torch.tensor([text]), use_cache=False)[0][0].float()
+            logits = model(torch.tensor([text], device=device), use_cache=False)[0][0].float()
         settings.count(tokens)
         if constraint:
             allowed = may_follow(tokens, c.vocab_size, constraint.most, settings.stop_ids)
