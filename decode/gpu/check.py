@@ -76,7 +76,7 @@ def first_layer(model):
 
 def texts_for(executor):
     """Texts of random tokens, as executors read them, which draw in different ways."""
-    c, ring, choose, texts, start = executor.config, executor.slots.columns.ring, np.random.default_rng(0), [], 0
+    c, ring, choose, texts, start = executor.model.config, executor.slots.columns.ring, np.random.default_rng(0), [], 0
     for i in range(N_TEXTS):
         n = ring + LONGEST if ring and not i else LONGEST * (N_TEXTS - i) // N_TEXTS
         n = int(min(n, c.max_positions))
@@ -90,6 +90,6 @@ def texts_for(executor):
 
 def slots_for(executor, n):
     """A layer of n slots, as `GPUExecutor.hold` reads it."""
-    c, like = executor.config, executor.model.lm_head.weight
+    c, like = executor.model.config, executor.model.lm_head.weight
     k, v = (SimpleNamespace(data=like.new_zeros(c.n_kv_head, n, c.head_dim), scale=None) for _ in 'kv')
     return SimpleNamespace(n_slots=n, k=k, v=v)

@@ -49,16 +49,15 @@ class GPUExecutor:
     def refresh(self):
         """Look up the weights of now, and forget all graphs."""
         check_unchanged(self.model)
-        dtype = self.model.lm_head.weight.dtype
+        c, n, weight = self.model.config, self.most_sequences, self.model.lm_head.weight
         for name, p in self.model.named_parameters():
-            if p.dtype not in DTYPES or p.dtype is not dtype or not p.is_contiguous():
+            if p.dtype not in DTYPES or p.dtype is not weight.dtype or not p.is_contiguous():
                 raise ValueError(f"the GPU executor reads contiguous weights of one dtype, float32, bfloat16 or "
                                  f"float16, but {name} is {p.dtype} with strides {p.stride()}: {REFUSED}")
-        config, n, device = self.model.config, self.most_sequences, self.model.lm_head.weight.device
-        slots = SlotTable(config, n, device, self.queue)
-        table = CallTable(n, config.vocab_size, slots.table, self.queue)
+        slots = SlotTable(c, n, weight.device, self.queue)
+        table = CallTable(n, c.vocab_size, slots.table, self.queue)
         # all together, so that none of them is of another model if there is no memory for the next one
-        self.config, self.device, self.slots, self.table, self.rows = config, device, slots, table, Rows(n)
+        self.slots, self.table, self.rows = slots, table, Rows(n)
         self.bind()
 
     def hold(self, layers):
@@ -78,8 +77,8 @@ class GPUExecutor:
     @contextmanager
     def on_device(self):
         """For what computes on the executor's device, which need not be the current one, in the model's dtype."""
-        autocast = torch.autocast(self.device.type, enabled=False)
-        with torch.inference_mode(), torch.cuda.device_of(self.table.memory), autocast:
+        memory = self.table.memory
+        with torch.inference_mode(), torch.cuda.device_of(memory), torch.autocast(memory.device.type, enabled=False):
             yield
 
     def execute_model(self, batch):
@@ -88,7 +87,7 @@ class GPUExecutor:
             batch.make_copies(self.layers)
             check_step(self.model, batch)
             if len(batch.tokens) > self.most_sequences:  # a step of several graphs is checked before the first one
-                step_slots(self.config, batch)
+                step_slots(self.model.config, batch)
             elif batch.decodes and not any(batch.logprobs):
                 return self.several(batch)
             rows, parts = batch.rows()
@@ -129,7 +128,7 @@ class GPUExecutor:
 
     def logits_of(self, sequences, counts, tokens, positions, wanted):
         """Float32 (W, vocab_size) of the rows `wanted` of one step, which may be several graphs one after the other."""
-        logits = torch.empty(len(wanted), self.config.vocab_size, dtype=torch.float32, device=self.device)
+        logits = self.step.logits.new_empty(len(wanted), self.model.config.vocab_size)
         ends, counts = np.cumsum(counts), np.asarray(counts)
         for start in range(0, len(tokens), self.most_sequences):
             end = min(start + self.most_sequences, len(tokens))
