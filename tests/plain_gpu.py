@@ -65,10 +65,8 @@ def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
     store(step, attn, layer, inputs, qkv, q, angles)
     c = step.config
     y.zero_()
-    for row, sequence in enumerate(inputs.sequences.tolist()):
-        if sequence < 0:
-            continue
-        position = inputs.positions[row]
+    for row in (inputs.sequences >= 0).nonzero()[:, 0].tolist():
+        sequence, position = inputs.sequences[row], inputs.positions[row]
         seen = torch.arange(int(position) + 1, device=position.device)
         seen = seen[visible(position, seen, c.window, c.n_sink)]
         slots = slots_of(inputs, step, sequence, seen)

@@ -414,7 +414,7 @@ def test_a_bad_batch_is_refused_and_nothing_is_written(way, bad, monkeypatch):
 
 def test_a_model_in_training_mode_is_refused():
     """Dropout would stay in the keys and values. Numba's executor has none."""
-    for kind in (EagerExecutor, UncachedExecutor):
+    for kind in (EagerExecutor, UncachedExecutor, lambda model: made('gpu float32', model)):
         model = model_of('learned', dropout=0.5)
         executor = kind(model)
         model.train()

@@ -54,8 +54,8 @@ def on_device(tensors, device=DEVICE):
     return type(tensors)(*(t.to(device, copy=True) for t in tensors))
 
 
-def rows_of(n, vocab_size, seed=0, scale=3.0):
-    return (np.random.default_rng(seed).normal(size=(n, vocab_size)) * scale).astype(np.float32)
+def rows_of(n, vocab_size, seed=0):
+    return (np.random.default_rng(seed).normal(size=(n, vocab_size)) * 3.0).astype(np.float32)
 
 
 def draw_in_kernels(logits, inputs):
