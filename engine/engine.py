@@ -16,6 +16,7 @@ import numpy as np
 
 from decode.batch import Refused, SequenceOutput, now
 from decode.draw import DrawSettings
+from decode.eager import EagerExecutor
 from engine.scheduler import Scheduler
 from engine.sequence import MOST_AHEAD, Sequence
 from kvcache import PagePool, bytes_of_slots, make_layers, pages_for
@@ -42,11 +43,9 @@ class Engine:
     """
 
     def __init__(self, model, executor=None, pool=None, budget=2048, most_running=2**30, kv_bits=0):
-        if executor is None:
-            from decode.eager import EagerExecutor
-            executor = EagerExecutor(model)
         if kv_bits not in (0, 8):
             raise ValueError(f"kv_bits must be 0 or 8, not {kv_bits!r}")
+        executor = executor or EagerExecutor(model)
         self.model, self.executor, self.pool = model, executor, pool or default_pool(model.config)
         self.pool.reset()
         self.pool.engine = weakref.ref(self)
