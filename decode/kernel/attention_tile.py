@@ -11,9 +11,9 @@ from numba import types
 from numba.core import cgutils
 
 from decode.kernel import emit
-from decode.kernel.emit import FLOATS, I64, INTS, LANES, address, broadcast, instruction, njit, same
+from decode.kernel.emit import FLOATS, I64, INTS, LANES, address, broadcast, instruction, same
 from decode.kernel.layout import EIGHT
-from decode.kernel.vectors import load
+from decode.kernel.vectors import floats
 
 N_SCORED = 4            # queries of a tile of scores: the sums that wait to be folded fit the registers
 N_WEIGHED = LANES // 2  # queries of a tile of weighted values, of two vectors each: their sums fill half the registers
@@ -102,11 +102,8 @@ def weigh_tile(builder, values, at, value_stride, n_values, weights, w, w_stride
         builder.store(builder.load(s), address(builder, sums, place, FLOATS)).align = 4
 
 
-@njit
-def sum_of_eight(sums, at):
+@instruction(floats)
+def sum_of_eight(builder, sums, at):
     """The sum of the eight vectors at sums[at], as a tree of neighbours"""
-    a = load(sums, at) + load(sums, at + LANES)
-    b = load(sums, at + 2 * LANES) + load(sums, at + 3 * LANES)
-    c = load(sums, at + 4 * LANES) + load(sums, at + 5 * LANES)
-    d = load(sums, at + 6 * LANES) + load(sums, at + 7 * LANES)
-    return (a + b) + (c + d)
+    places = [address(builder, sums, builder.add(at, I64(r * LANES)), FLOATS) for r in range(EIGHT)]
+    return emit.tree_sum(builder, [emit.load(builder, place) for place in places])

@@ -120,8 +120,9 @@ def widened(builder, v):
 
 
 def tree_sum(builder, values):
-    while len(values) > 1:  # as a tree of neighbours: the additions of one level do not wait for each other
-        values = [builder.fadd(a, b) for a, b in zip(values[::2], values[1::2])] + values[len(values) & ~1:]
+    """The sum of 2 ** n vectors, as a tree of neighbours: the additions of one level do not wait for each other."""
+    while len(values) > 1:
+        values = [builder.fadd(a, b) for a, b in zip(values[::2], values[1::2])]
     return values[0]
 
 
