@@ -90,26 +90,27 @@ def has_scales(builder, array):
     return ir.Constant(ir.IntType(1), array.type.pointee == I8)
 
 
-def positions_of_rows(n):
-    """The function that gives the positions of n rows, for `dot_rows` and `add_rows`."""
-    @instruction(types.UniTuple(types.int64, n))
-    def positions(builder, i, offsets, key):
-        """Rows at i + offsets[key], i + offsets[key + 1], ..."""
-        return [builder.add(i, emit.load(builder, address(builder, offsets, builder.add(key, I64(r))), 8))
-                for r in range(n)]
-    return positions
+def keys_from(builder, key, n):
+    return [builder.add(key, I64(r)) for r in range(n)]
+
+
+def rows_at(builder, i, offsets, keys):
+    """Where the rows of these keys are: i + offsets[key]"""
+    return [builder.add(i, emit.load(builder, address(builder, offsets, key), 8)) for key in keys]
 
 
 @instruction()
-def dot_rows(builder, sums, array, scales, at, v):
-    """sums[r] + array[at[r] : + LANES] * v, for each row r"""
+def dot_rows(builder, sums, array, scales, i, offsets, key, v):
+    """sums[r] + array[i + offsets[key + r] : + LANES] * v, for each row r"""
+    at = rows_at(builder, i, offsets, keys_from(builder, key, len(sums)))
     rows = [emit_load_stored(builder, array, scales, i) for i in at]
     return [emit.fma(builder, row, v, s) for row, s in zip(rows, sums)]
 
 
 @instruction()
-def add_rows(builder, sums, array, scales, at, p, j):
-    """sums[8 * n + r] + array[at[r] + n * LANES : + LANES] * p[j + r], for each of eight rows r and each n"""
+def add_rows(builder, sums, array, scales, i, offsets, key, p, j):
+    """sums[8 * n + r] + array[i + offsets[key + r] + n * LANES : + LANES] * p[j + r], for eight rows r and each n"""
+    at = rows_at(builder, i, offsets, keys_from(builder, key, 8))
     weights = [broadcast(builder, emit.load(builder, address(builder, p, builder.add(j, I64(r))))) for r in range(8)]
     for s in range(len(sums)):
         i = builder.add(at[s % 8], I64(s // 8 * LANES))
@@ -147,13 +148,8 @@ def store_row(builder, array, i, sums, factor, n):
 @instruction(types.UniTuple(floats, LANES))
 def load_rows(builder, array, scales, i, offsets, key, last):
     """array[i + offsets[k] : + LANES] for LANES keys k from `key` on; `last` takes the place of those after it."""
-    keys = [builder.add(key, I64(r)) for r in range(LANES)]
-    keys = [builder.select(builder.icmp_signed('<', k, last), k, last) for k in keys]
-    at = [builder.add(i, emit.load(builder, address(builder, offsets, k), 8)) for k in keys]
-    return [emit_load_stored(builder, array, scales, i) for i in at]
-
-
-rows_at, eight_rows_at = positions_of_rows(LANES), positions_of_rows(8)
+    keys = [builder.select(builder.icmp_signed('<', k, last), k, last) for k in keys_from(builder, key, LANES)]
+    return [emit_load_stored(builder, array, scales, at) for at in rows_at(builder, i, offsets, keys)]
 
 
 def attention_on(dtype):
@@ -428,8 +424,7 @@ def score(q, q_at, n_heads, head_dim, stored, slots, key, end, offset, slopes, s
             for h in range(n_heads):
                 sums, at = zeros(LANES), q_at + h * head_p
                 for i in range(0, head_dim, LANES):
-                    rows = rows_at(slots.head + i, slots.offsets, key)
-                    sums = dot_rows(sums, stored.k, stored.k_scale, rows, load(q, at + i))
+                    sums = dot_rows(sums, stored.k, stored.k_scale, slots.head + i, slots.offsets, key, load(q, at + i))
                 bias = splat(slopes[h]) * lanes_from(offset)
                 store(scores, to + h * stride, fma(sum_each(sums), scale, bias))
             key, to, offset = key + LANES, to + LANES, offset + LANES
@@ -479,7 +474,7 @@ def weigher(n_vectors):
         if n == n_vectors * LANES:
             eights = zeros(n_eights)
             while key + 8 <= seen.last_end:
-                eights = add_rows(eights, v, scales, eight_rows_at(at, slots.offsets, key), weights, w)
+                eights = add_rows(eights, v, scales, at, slots.offsets, key, weights, w)
                 key, w = key + 8, w + 8
             sums = add_totals(sums, eights)
         while key < seen.last_end:
