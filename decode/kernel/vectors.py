@@ -21,11 +21,8 @@ from decode.kernel.emit import F32, FLOATS, I32, I64, INTS, LANES, address, inst
 class Floats(types.Type):
     """numba's type of LANES float32 in a register."""
 
-    def __init__(self):
-        super().__init__('Floats')
 
-
-floats = Floats()
+floats = Floats('Floats')
 
 
 @register_model(Floats)
