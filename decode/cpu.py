@@ -58,7 +58,7 @@ class CPUExecutor:
         self.name = (f"numba on the CPU, {weights} weights, {'' if self.fixed or self.n_threads == 1 else 'up to '}"
                      f"{self.n_threads} thread{'s' * (self.n_threads > 1)}")
         self.vocab_size, self.shape = c.vocab_size, shape_of(c)
-        self.layers, self.draws = (), DrawTable(c.vocab_size)
+        self.layers, self.draws = (), DrawTable(c.vocab_size, self.n_threads)
         compile_beside(DRAW, BESIDE)
         self.pack()
 

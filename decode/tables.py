@@ -7,7 +7,7 @@ from decode.kernel.attention_tile import N_WEIGHED
 from decode.kernel.emit import LANES
 from decode.kernel.layout import EIGHT, GROUP, LINEARS_PER_LAYER, SCALE_GROUP
 from decode.kernel.step import PART_ON
-from decode.kernel.threads import LINE, aligned, n_cores
+from decode.kernel.threads import LINE, aligned
 from decode.weights import padded
 
 
@@ -126,11 +126,11 @@ class StepTables:
 
 
 class DrawTable:
-    """The table of kernel/sampling.py for the sequences of a batch. return_soon: of `Batch`, one array for all."""
+    """The table of kernel/sampling.py for the sequences of a batch. n_threads: the most that draw."""
 
-    def __init__(self, vocab_size):
+    def __init__(self, vocab_size, n_threads=1):
         self.vocab_size, self.settings = vocab_size, []
-        self.scratch = np.empty((n_cores(), sampling.N_SCRATCH, vocab_size))
+        self.scratch = np.empty((n_threads, sampling.N_SCRATCH, vocab_size))
 
     def describe(self, sequences, done, return_soon, until, n=1):
         """
@@ -161,7 +161,6 @@ class DrawTable:
                 sampling.NUMBERS: np.zeros(len(settings), np.int64), sampling.SCRATCH: self.scratch}
             self.table, self.settings = np.zeros(sampling.N_TABLE, np.int64), settings
             self.table[sampling.N_SEQUENCES], self.table[sampling.VOCAB_SIZE] = len(settings), self.vocab_size
-            self.table[sampling.N_THREADS] = len(self.scratch)
             for index, array in self.arrays.items():
                 self.table[index] = array.ctypes.data
         self.arrays[sampling.NUMBERS][:] = [s.n_drawn + done for s in sequences]

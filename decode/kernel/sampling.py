@@ -50,13 +50,12 @@ WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
  STOP_STARTS,  # where its stop tokens begin in STOPS, and after the last sequence where they end
  # addresses of arrays that all sequences share
  STOPS,        # int64
- SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
+ SCRATCH,      # float64 (threads, N_SCRATCH, vocab_size)
  RETURN_SOON,  # int64. Another thread sets it to 1; then no step follows
  # numbers
- N_THREADS,    # how many threads have scratch; others draw nothing
  STRIDE,       # from the logits of a sequence to those of the next one
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
- N_TABLE) = range(14)
+ N_TABLE) = range(13)
 
 GOLDEN = uint64(0x9E3779B97F4A7C15)  # of the noise, as in decode/draw.py
 LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0, as there
@@ -401,9 +400,6 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     """
     table, tokens, ended = longs_at(table_at), longs_at(tokens_at), False
     scratch = table[SCRATCH] + 8 * table[VOCAB_SIZE] * N_SCRATCH * thread
-    n_threads = min(n_threads, table[N_THREADS])
-    if thread >= n_threads:
-        return 1
     for i in range(thread, table[N_SEQUENCES], n_threads):
         if longs_at(table[NUMBERS])[i] < 0:
             continue
