@@ -10,6 +10,7 @@ proposals. So a round gives 1 to k + 1 tokens, and no draft changes one.
 import time
 from collections import defaultdict, deque
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -24,6 +25,7 @@ REST = 60            # after a trial that has shown no gain, plain steps take so
 LONGEST_REST = 16    # at most so many times longer, after several such trials
 ROUNDS = 64          # after so many rounds one plain step is timed
 DECAY = 0.95         # a round counts so much less for the acceptance than the round after it
+recent = partial(deque, maxlen=5)  # the times of the last steps of a kind
 
 
 class Drafting:
@@ -117,7 +119,7 @@ class Pace:
     """
 
     def __init__(self, rest=0):
-        self.k, self.plain, self.draft, self.chunks = 0, Recent(), Recent(), {}
+        self.k, self.plain, self.draft, self.chunks = 0, recent(), recent(), {}
         self.accepted = self.tried = self.offered = self.asked = 0.0
         self.sizes = set()  # of the chunks that were measured since the last plain step
         self.n_rounds = 0   # since the last plain step
@@ -133,14 +135,14 @@ class Pace:
 
     def record_plain(self, ns, n_steps):
         """n_steps plain steps have taken so long."""
-        self.plain.add(ns / n_steps)
+        self.plain.append(ns / n_steps)
         self.n_rounds = 0
         if self.k:  # what was measured long ago may be wrong by now
             self.chunks = {size: self.chunks[size] for size in self.sizes}
             self.sizes.clear()
             return
         self.rest -= ns
-        if self.rest <= 0 and len(self.plain.values) > 1:
+        if self.rest <= 0 and len(self.plain) > 1:
             self.k, self.trial, self.n_drawn = FIRST_PROPOSALS, TRIAL_ROUNDS + 1, 0.0
             self.ns = self.given = 0.0
 
@@ -155,22 +157,22 @@ class Pace:
             return
         self.n_drawn += n_drawn
         self.ns, self.given = DECAY * self.ns + ns_draft + ns_chunk, DECAY * self.given + n_drawn
-        self.chunks.setdefault(n + 1, Recent()).add(ns_chunk)
+        self.chunks.setdefault(n + 1, recent()).append(ns_chunk)
         self.sizes.add(n + 1)
         self.asked, self.offered = DECAY * self.asked + 1, DECAY * self.offered + (n > 0)
         if n:
-            self.draft.add(ns_draft / n)
+            self.draft.append(ns_draft / n)
             accepted = n_drawn - 1
             self.accepted, self.tried = DECAY * self.accepted + accepted, DECAY * self.tried + accepted
             self.tried += accepted < n and not ended  # the one after them was not drawn
         self.trial = max(0, self.trial - 1)
-        if not self.trial or (n + 1) * self.plain.usual() < ns_draft + ns_chunk:  # too slow whatever is accepted
+        if not self.trial or (n + 1) * usual(self.plain) < ns_draft + ns_chunk:  # too slow whatever is accepted
             self.decide()
 
     def decide(self):
         """Go on with the best k, or with plain steps if it is not expected to be GAIN times as fast as these."""
-        k, plain, chunks = np.arange(1, MOST_PROPOSALS + 1), self.plain.usual(), self.chunk_times()
-        rounds = k * self.draft.usual() + chunks[1:]
+        k, plain, chunks = np.arange(1, MOST_PROPOSALS + 1), usual(self.plain), self.chunk_times()
+        rounds = k * usual(self.draft) + chunks[1:]
         acceptance, offers = self.accepted / max(self.tried, 1), self.offered / self.asked
         n_tokens, ns = 1 + offers * np.cumsum(acceptance**k), offers * rounds + (1 - offers) * chunks[0]
         best = int((n_tokens / ns).argmax())
@@ -187,23 +189,15 @@ class Pace:
         those of a size that was measured three times, or of any measured size if there is none; and those of one token,
         by the plain steps. A chunk takes no longer than a larger one. Others lie on the lines between those known.
         """
-        enough = 2 if any(n > 1 and len(times.values) > 2 for n, times in self.chunks.items()) else 0
-        known = {1: self.plain} | {n: times for n, times in self.chunks.items() if len(times.values) > enough}
+        enough = 2 if any(n > 1 and len(times) > 2 for n, times in self.chunks.items()) else 0
+        known = {1: self.plain} | {n: times for n, times in self.chunks.items() if len(times) > enough}
         sizes, n = sorted(known), np.arange(1, MOST_PROPOSALS + 2)
-        ns = np.minimum.accumulate([known[size].usual() for size in reversed(sizes)])[::-1]
+        ns = np.minimum.accumulate([usual(known[size]) for size in reversed(sizes)])[::-1]
         slope = (ns[-1] - ns[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0  # of the last line
         return np.interp(n, sizes, ns) + slope * np.maximum(n - sizes[-1], 0)
 
 
-class Recent:
-    """The lower quartile of the last five values, which others have disturbed least; 0 without any."""
-
-    def __init__(self):
-        self.values = deque(maxlen=5)
-
-    def add(self, value):
-        self.values.append(value)
-
-    def usual(self):
-        ordered = sorted(self.values)
-        return ordered[(len(ordered) - 1) // 4] if ordered else 0.0
+def usual(times):
+    """The lower quartile of some times, which others have disturbed least; 0 without any."""
+    ordered = sorted(times)
+    return ordered[(len(ordered) - 1) // 4] if ordered else 0.0
