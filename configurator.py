@@ -122,9 +122,7 @@ def check_installation(packages=PACKAGES, advice=None):
         activate = os.path.join(os.path.dirname(os.path.abspath(__file__)), '.venv', 'bin', 'activate')
         make = "" if os.path.exists(activate) else "run `make demo`, which installs everything into .venv, then "
         advice = f"{make}run `source {os.path.relpath(activate)}`"
-    print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: {advice}",
-          file=sys.stderr)
-    sys.exit(2)
+    sys.exit(_error(os.path.basename(sys.argv[0]), f"{sys.executable} has no {', '.join(missing)}: {advice}"))
 
 
 check_installation()
