@@ -43,7 +43,6 @@ class Log:
         self.bar = tqdm(disable=True)
         self.mfu = -1.0  # a running average
         self.shortest, self.n_slow = math.inf, 0  # seconds of an iteration; how many of the last ones were slow
-        self.start_clock(0)
 
     def open_files(self, out_dir, iter_num, max_iters):
         """
@@ -136,12 +135,12 @@ class Log:
                     self.file.close()
                 self.file = None
 
-    def save_picture(self, last, seconds=60.0):
+    def save_picture(self, last):
         """
         Draw the curves of log.csv as loss.png beside it, which takes half a second, if this is the `last` picture, or
-        if none was drawn within the last `seconds`.
+        if none was drawn within the last minute.
         """
-        if self.file is None or not last and time.monotonic() - self.drawn < seconds:
+        if self.file is None or not last and time.monotonic() - self.drawn < 60:
             return
         self.drawn = time.monotonic()
         from matplotlib.figure import Figure  # half a second: only where a picture is drawn

@@ -5,9 +5,6 @@ import torch
 
 import configurator
 
-OPTIMIZERS = 'adamw', 'muon'
-SCHEDULES = 'cosine', 'wsd'
-
 
 class MuonAdamW(torch.optim.Optimizer):
     """
@@ -74,7 +71,7 @@ def orthogonal(matrices, coefficients, n_steps):
 
 def check_optimizer(settings):
     """ValueError unless the settings of train.py about the optimizer and its learning rates make sense."""
-    for name, known in (('optimizer', OPTIMIZERS), ('lr_schedule', SCHEDULES)):
+    for name, known in (('optimizer', ('adamw', 'muon')), ('lr_schedule', ('cosine', 'wsd'))):
         if settings[name] not in known:
             raise ValueError(f"{name} must be {' or '.join(known)}, not {settings[name]!r}")
     configurator.check_range(settings, 0, math.inf, 'muon_lr', 'muon_weight_decay', 'warmup_iters')
