@@ -113,15 +113,13 @@ def tokenizer_for(texts, name, vocab_size):
     if not LEAST_VOCAB <= vocab_size <= MOST_VOCAB:
         raise ValueError(f"vocab_size must be from {LEAST_VOCAB} (all bytes, and the end of a text) to {MOST_VOCAB:,}, "
                          f"or 0 for GPT-2's byte pairs, not {vocab_size}")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    from tokenizers import ByteLevelBPETokenizer
+    library = ByteLevelBPETokenizer()
     print(f"training a tokenizer of {vocab_size:,} tokens", file=sys.stderr)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Ctrl-C would wait for the library
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    library.train_from_iterator((piece for text in texts for piece in pieces(text)), trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[tokenizers.END_OF_TEXT], show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    library.train_from_iterator((piece for text in texts for piece in pieces(text)), vocab_size, min_frequency=0,
+                                show_progress=False, special_tokens=[tokenizers.END_OF_TEXT])
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return tokenizers.JSONTokenizer(library.to_str())
