@@ -16,6 +16,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache, partial
 from importlib import import_module
@@ -154,13 +155,12 @@ def confine(late):
     """Import all that answers need, then take from this process more memory, files, connections and programs."""
     for module in late:
         import_module(module)
-    try:
+    with suppress(ImportError):  # Windows has no limits
         import resource
         for limit, most in {resource.RLIMIT_NPROC: 0, resource.RLIMIT_NOFILE: 3, resource.RLIMIT_STACK: STACK,
                             resource.RLIMIT_AS: MEMORY}.items():
-            resource.setrlimit(limit, (most, most))
-    except (ImportError, ValueError, OSError):
-        pass  # Windows has no limits, and macOS none of memory
+            with suppress(ValueError, OSError):  # macOS has none of memory, and lower ones cannot be raised
+                resource.setrlimit(limit, (most, most))
 
 
 def answer(source, variables):
