@@ -387,8 +387,9 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
             log.say(checkpointer.save(iter_num, best_val_loss, best=improved or always_save_checkpoint or ends))
         is_saved = os.path.exists(checkpointer.best) and not checkpointer.is_of_earlier_run()
         if iter_num == max_iters and is_saved and not eval_only:
+            tries = '--chat talks with it' if isinstance(batches['val'], Conversations) else 'draws samples'
             log.say(f"trained for {time.monotonic() - checkpointer.began:,.0f} s; "
-                    f"python sample.py --out_dir={out_dir} draws samples")
+                    f"python sample.py --out_dir={out_dir} {tries}")
         log.save_picture(last=iter_num == max_iters)
     log.start_clock(iter_num)
     return best_val_loss

@@ -86,9 +86,10 @@ class Service:
             try:
                 thread, self.served = self.load()
                 self.thread = thread
-                loaded()
             except BaseException as e:
                 self.error = e
+            else:
+                loaded()
         threading.Thread(target=load, name='load', daemon=True).start()
 
     def check_loaded(self):
