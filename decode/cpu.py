@@ -9,8 +9,10 @@ from decode.batch import NotNumbers, Refused, SequenceOutput
 from decode.choice import StepChoice
 from decode.kernel import layout
 from decode.kernel.building import compile_beside
+from decode.kernel.layout import SCREENED_ROWS
 from decode.kernel.linears import PREFETCHING_ROWS
 from decode.kernel.sampling import DRAW
+from decode.kernel.screening import SCREEN
 from decode.kernel.step import step, team_for, workers
 from decode.kernel.threads import n_cores
 from decode.tables import DrawTable, StepTables, check_layers
@@ -27,7 +29,7 @@ from decode.kernel.step import ATTENTION_ON
 DRAW.compiled, ATTENTION_ON[torch.float32].compiled
 '''
 OF_LOGITS = dict(dtype=torch.float32, device='cpu')  # torch's defaults may be others
-choices = {}  # {(shape, weights, threads, are they fixed, size of the step): StepChoice}, for all executors
+choices = {}  # {(shape, weights, threads, fixed, size of the step, screened): StepChoice}, for all executors
 
 
 class CPUExecutor:
@@ -84,6 +86,8 @@ class CPUExecutor:
         self.layers, self.tables = layers, None
         team_for(self.weights, layers[0].k.data.dtype, self.n_threads)
         DRAW.compiled  # noqa: B018 (it is compiled here)
+        if self.packed.may_screen:
+            compile_beside(SCREEN, 'from decode.kernel.screening import SCREEN\nSCREEN.compiled')
 
     def execute_model(self, batch):
         """
@@ -135,16 +139,17 @@ class CPUExecutor:
         follow?)
         """
         sequences, R, made = [batch.sequences[i] for i in going], len(going), 0
-        tables, tokens = self.tables_for(R, R), np.empty((n + 1, R), np.int64)
+        screened = not any(batch.logprobs) and self.screens(sequences, R)
+        tables, tokens = self.tables_for(2 * R if screened else R, R), np.empty((n + 1, R), np.int64)
         tokens[0] = newest
         tables.describe(tokens.ctypes.data, batch.positions[going] + done, np.arange(R + 1), sequences, np.arange(R))
         tables.memory[layout.LOGITS] = logits.data_ptr()
         tables.sizes[layout.LOGITS_STEP] = 4 * R * self.vocab_size if len(logits) > 1 else 0
         tables.memory[layout.DRAW] = DRAW.address
         tables.memory[layout.DRAW_DATA] = self.draws.describe(sequences, done, batch.return_soon, batch.until)
-        ended = False
+        ended, tables.sizes[layout.SCREENED] = False, screened
         while made < n and not ended:
-            n_threads, choice = self.threads_for(R)
+            n_threads, choice = self.threads_for(R, screened=screened)
             began = time.perf_counter_ns()
             # a step that is timed alone, or not at all, is a call of its own
             tables.ask_for(1 if choice and (choice.is_trial or choice.is_first(began)) else n - made)
@@ -153,6 +158,18 @@ class CPUExecutor:
             self.after_call(refused, choice, began, n_drawn)
             ended = bool(tables.sizes[layout.ENDED])
         return tokens[1:made + 1], ended
+
+    def screens(self, sequences, n_rows):
+        """
+        Does a step of so many rows compute only the logits of tokens that these sequences may draw? See screening.py.
+        What it takes is packed before the first such step, once it has been compiled.
+        """
+        if n_rows > SCREENED_ROWS or not self.packed.may_screen or any(s.settings.reads_all for s in sequences):
+            return False
+        if not self.packed.is_screened and SCREEN.is_there:
+            self.packed.fill_screen()
+            self.tables = None
+        return self.packed.is_screened
 
     def tables_for(self, n_rows, n_seq):
         """The tables, with room for so many rows and sequences."""
@@ -164,15 +181,17 @@ class CPUExecutor:
             self.tables = StepTables(self.packed, self.layers, n_rows, n_seq, min(n_rows, CHUNK), self.most_threads)
         return self.tables
 
-    def logits_of(self, batch, tokens, positions, counts, wanted, way=None):
+    def logits_of(self, batch, tokens, positions, counts, wanted, way=None, draws=None):
         """
         The logits of the rows `wanted`, float32 (W, vocab_size), of one step of a batch's sequences, which bring so
         many of the new tokens each. A step of more than CHUNK rows is several, which are checked before the first one.
-        way: of a `StepChoice`, by default what `choice` has found.
+        way: of a `StepChoice`, by default what `choice` has found. draws: the address of a `DrawTable` for the draws
+        from all rows, where the step is screened.
         """
         N, S, address = len(tokens), len(counts), tokens.ctypes.data
         logits = torch.empty(len(wanted), self.vocab_size, **OF_LOGITS)
-        tables = self.tables_for(N, S)
+        tables = self.tables_for(2 * N if draws else N, S)
+        tables.sizes[layout.SCREENED], tables.memory[layout.DRAW_DATA] = bool(draws), draws or 0
         starts = np.fromiter(accumulate(counts, initial=0), np.int64, S + 1)
         tables.ask_for(0)
         if N > CHUNK:
@@ -191,12 +210,12 @@ class CPUExecutor:
             self.after_call(step(*tables.addresses, n, workers.address), choice, began, counts=True)
         return logits
 
-    def threads_for(self, n_rows, way=None):
+    def threads_for(self, n_rows, way=None, screened=False):
         """
         Prepare the next call of the kernel in this way, by default that of `choice`. Returns its number of threads, and
         the `StepChoice` that takes its time, if there is one.
         """
-        choice = None if way else self.choice(n_rows)
+        choice = None if way else self.choice(n_rows, screened)
         n_threads, ahead = way or choice.way
         self.packed.prefetch(ahead)
         return workers.ready(n_threads), choice
@@ -230,9 +249,9 @@ class CPUExecutor:
                           f"slots, and the run at position {position} is not")
         raise Refused(f"{seq} has no slot for position {position}, which its new tokens see")
 
-    def choice(self, n_rows):
+    def choice(self, n_rows, screened=False):
         """The `StepChoice` for steps of about so many rows, shared by all executors of this shape."""
-        key = self.shape, self.weights, self.n_threads, self.fixed, n_rows.bit_length()
+        key = self.shape, self.weights, self.n_threads, self.fixed, n_rows.bit_length(), screened
         if key not in choices:
             # for 8 rows, reading the weights is half of the work
             n_bytes = self.packed.panels.nbytes * (1 + n_rows / 8)

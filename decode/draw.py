@@ -75,6 +75,12 @@ class DrawSettings:
         """May logits be changed before a draw?"""
         return self.penalised or len(self.biases) > 0 or self.min_tokens > 0 or self.allowed is not None
 
+    @property
+    def reads_all(self):
+        """May a draw depend on logits of tokens that cannot be drawn? See decode/kernel/screening.py."""
+        temperature, top_k, top_p, _ = self.values[:4]
+        return self.changes_logits or temperature > 0 and (top_p < 1 if top_k == 0 else top_k > self.vocab_size // 64)
+
     def forbidden(self):
         """Which tokens `allowed` leaves out, bool (vocab_size,)."""
         return np.unpackbits(self.allowed.view(np.uint8), count=self.vocab_size, bitorder='little') == 0

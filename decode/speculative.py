@@ -94,7 +94,9 @@ class Drafting:
         target, S, n = self.target, len(batch.sequences), len(proposals) + 1
         chunk = np.vstack([batch.tokens, proposals]).T.ravel()
         positions = (batch.positions[:, None] + np.arange(n)).ravel()
-        logits = target.logits_of(batch, chunk, positions, [n] * S, np.arange(S * n), way).view(S, n, -1)
+        screened = not any(batch.logprobs) and target.screens(batch.sequences, S * n)
+        draws = target.draws.describe(batch.sequences, 0, np.zeros(1, np.int64), 0, n) if screened else None
+        logits = target.logits_of(batch, chunk, positions, [n] * S, np.arange(S * n), way, draws).view(S, n, -1)
         drawn = target.draws.draw(batch.sequences, logits, proposals)
         ended = any(of_one[-1] in s.settings.stop_ids for s, of_one in zip(batch.sequences, drawn))
         return [SequenceOutput(of_one, rows[:len(of_one)] if kept else None)

@@ -16,7 +16,7 @@ from decode import MODEL_DTYPES
 from decode.changes import REFUSED, check_unchanged
 from decode.kernel import layout
 from decode.kernel.emit import F32, I8, I16, I32, LANES
-from decode.kernel.layout import GROUP, SCALE_GROUP, SHEET
+from decode.kernel.layout import GROUP, SCALE_GROUP, SCREENED_ROWS, SHEET
 from decode.kernel.linears import ADDED, ELEMENTS, GELU, GELU_TANH, SWIGLU
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import padded
@@ -181,12 +181,11 @@ def in_sheets(w, n):
     return w.view(-1, SHEET, LANES, w.size(1) // n, n).permute(0, 3, 1, 2, 4)
 
 
-def pack_int8(out, w):
-    """out (1-D, uint8) = w (rows, K) in int8 sheets, see linears.py."""
-    whole, scale = quantise(w)
-    n = SHEET * LANES
-    groups = out.view(-1, w.size(1) // GROUP, n * (2 + GROUP))
-    scales = scale.bfloat16().view(-1, n, w.size(1) // GROUP, 1).transpose(1, 2)
+def pack_int8(out, whole, scale):
+    """out (1-D, uint8) = what `quantise` returns of (rows, K), in int8 sheets, see linears.py."""
+    n, n_groups = SHEET * LANES, scale.size(1)
+    groups = out.view(-1, n_groups, n * (2 + GROUP))
+    scales = scale.bfloat16().view(-1, n, n_groups, 1).transpose(1, 2)
     groups[..., :2 * n] = scales.contiguous().view(torch.uint8).flatten(2)
     whole = whole.add_(ADDED).to(torch.int16).to(torch.uint8)
     groups[..., 2 * n:] = in_sheets(whole, 4).unflatten(1, (-1, GROUP // 4)).flatten(2)
@@ -200,6 +199,16 @@ def pack_int4(out, w, squares):
         groups[:, :, i] = in_sheets(numbers.bfloat16(), 2).contiguous().view(torch.uint8)
     lower, upper = whole.byte().view(-1, SHEET, LANES, w.size(1) // GROUP, GROUP // 8, 2, 4).unbind(5)
     groups[:, :, 2:] = (lower | upper << 4).permute(0, 3, 4, 1, 2, 5)
+
+
+def parts_of(w, n, K):
+    """Of w, padded with zeros to (n, K) and to whole sheets: (first row, some rows in float32), one by one."""
+    for first in range(0, n, ROWS_AT_ONCE):
+        part = w[first:first + ROWS_AT_ONCE].float()
+        n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
+        if part.shape != (n_rows, K):  # F.pad copies in any case
+            part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
+        yield first, part
 
 
 class PackedWeights:
@@ -240,6 +249,7 @@ class PackedWeights:
     def fill(self):
         model, arrays = self.model, self.arrays
         self.config = c = copy.copy(model.config)
+        self.is_screened = False
         squares = input_squares(model) if self.weights == 'int4' else [None] * len(self.table)
         side_by_side(self.fill_linear, zip(self.table, linears_of(model), squares))
         arrays[layout.EPS][0] = model.transformer.ln_f.eps
@@ -272,6 +282,40 @@ class PackedWeights:
             layout.EMBEDDINGS: layout.OF_LM_HEAD if of_head else
             layout.BFLOAT16 if wte.dtype is torch.bfloat16 else layout.FLOAT32}
 
+    @property
+    def may_screen(self):
+        """Does lm_head come from memory at each step, and can its rows be read as they are?"""
+        w, wte = self.model.lm_head.weight, self.model.transformer.wte.weight
+        as_it_is = self.weights == 'float32' or self.weights == 'bfloat16' and w.dtype is torch.bfloat16
+        return (as_it_is and w.dtype is wte.dtype and w.numel() * w.element_size() > CACHED
+                and (w is wte or not w.is_meta))
+
+    @torch.no_grad()
+    def fill_screen(self):
+        """Add what kernel/screening.py reads to the arrays."""
+        w, is_tied = self.model.lm_head.weight, self.model.lm_head.weight is self.model.transformer.wte.weight
+        w = loaded(w).detach()
+        (n, K), of_head = (padded(len(w), SHEET * LANES), int(self.table[-1, layout.N_INPUTS])), self.table.copy()
+        panels, errors = aligned(n * K // GROUP * ELEMENTS[I8], np.int8), aligned(n, np.float32)
+        norms, of_head[-1, layout.FIRST_WEIGHT] = np.zeros(n, np.float32), 0
+
+        def fill(first_and_part):
+            first, part = first_and_part
+            whole, scale = quantise(part)
+            near = (whole.unflatten(1, (-1, GROUP)) * scale[..., None]).flatten(1)
+            off = torch.linalg.vector_norm(part - near, dim=1)
+            errors[first:first + len(part)] = off * (1 + 1e-5)
+            norms[first:first + len(part)] = (torch.linalg.vector_norm(part, dim=1) + off) * (1 + 1e-5)
+            start, end = (r * K // GROUP * ELEMENTS[I8] for r in (first, first + len(part)))
+            pack_int8(torch.from_numpy(panels[start:end].view(np.uint8)), whole, scale)
+        with torch_on_one_thread():
+            side_by_side(fill, parts_of(w, n, K))
+        self.arrays |= {
+            layout.SCREENED_HEAD: self.arrays[layout.WTE] if is_tied else bytes_of(w), layout.SCREEN_PANELS: panels,
+            layout.SCREEN_LINEARS: of_head, layout.SCREEN_ERRORS: errors, layout.SCREEN_NORM: norms.max(keepdims=True),
+            layout.SCREEN_LOGITS: aligned((2 * SCREENED_ROWS, len(w)), np.float32)}
+        self.is_screened = True
+
     @torch.no_grad()
     def fill_linear(self, linear):
         """Pack a linear: (its row of the table, (weight, bias), the mean squares of its inputs for int4)."""
@@ -281,17 +325,13 @@ class PackedWeights:
         self.bias[row:row + len(bias)] = bias.float()
         if squares is not None:
             squares = F.pad(squares, (0, K - len(squares)))
-        for first in range(0, n, ROWS_AT_ONCE):
-            part = w[first:first + ROWS_AT_ONCE].float()
-            n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
-            if part.shape != (n_rows, K):  # F.pad copies in any case
-                part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
-            start, end = (at + r * K // GROUP * ELEMENTS[KINDS[self.weights]] for r in (first, first + n_rows))
+        for first, part in parts_of(w, n, K):
+            start, end = (at + r * K // GROUP * ELEMENTS[KINDS[self.weights]] for r in (first, first + len(part)))
             out = torch.from_numpy(self.panels[start:end].view(np.uint8))
             if self.weights in ('float32', 'bfloat16'):
                 sheets = in_sheets(part, 1) if self.weights == 'float32' else in_sheets(part.bfloat16(), 2)
                 out.view(sheets.dtype).view(sheets.shape).copy_(sheets)
             elif self.weights == 'int8':
-                pack_int8(out, part)
+                pack_int8(out, *quantise(part))
             else:
                 pack_int4(out, part, squares)

@@ -152,6 +152,12 @@ class CFunction:
         return self.kept
 
     @property
+    def is_there(self):
+        """Is it compiled, or on disk?"""
+        return 'compiled' in vars(self) or (isinstance(self.kept._cache, SharedCache)
+                                            and self.kept._cache.is_there(self.kept._sig))
+
+    @property
     def address(self):
         return self.compiled.address
 
@@ -166,8 +172,7 @@ def compile_beside(function, code):
     and others, while this one compiles what it needs before: numba compiles one function of a process at a time. It
     ends with this one at the latest.
     """
-    cache = function.kept._cache
-    if n_cores() > 1 and isinstance(cache, SharedCache) and not cache.is_there(function.kept._sig):
+    if n_cores() > 1 and isinstance(function.kept._cache, SharedCache) and not function.is_there:
         with suppress(OSError):
             code = f'import sys; sys.path.insert(0, {str(HERE.parents[1])!r})\n{code}'
             atexit.register(subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.DEVNULL,

@@ -80,6 +80,18 @@ def mixed(x):
 
 
 @njit
+def noise_key(seed, number):
+    """What is the same in the noise of all tokens; see `exponential_noise` of decode/draw.py."""
+    return mixed(mixed(uint64(seed) + GOLDEN) + uint64(number + 1) * GOLDEN)
+
+
+@njit
+def uniform(key, token):
+    """The number between 0 and 1 whose logarithm is a token's noise."""
+    return (np.float64(mixed(key + uint64(token + 1) * GOLDEN) >> uint64(12)) + 0.5) * 2.0**-52
+
+
+@njit
 def exponentials(values, n, largest, factor, weights):
     """weights[i] = exp((values[i] - largest) * factor), float32; 0 below e ** LEAST_WEIGHT."""
     top, times = splat(largest), splat(factor)
@@ -286,8 +298,7 @@ def largest_over_noise(weights, tokens, chooses, n, key):
     largest, found = -1.0, 0
     for i in range(n):
         if weights[i] > 0.0:
-            x = mixed(key + uint64(tokens[i] + 1 if chooses else i + 1) * GOLDEN)
-            u, weight = (np.float64(x >> uint64(12)) + 0.5) * 2.0**-52, np.float64(weights[i])
+            u, weight = uniform(key, tokens[i] if chooses else i), np.float64(weights[i])
             if weight > largest * (1.0 - u):
                 ratio = weight / -math.log(u)
                 if ratio > largest:
@@ -368,9 +379,7 @@ def next_token(table, i, row, scratch):
                 own[t] = row[t]
         change(own, V, changes, settings, number, stops, n_stops)
         row = own
-    # the part of the noise that all tokens share, see `exponential_noise` of decode/draw.py
-    key = mixed(mixed(uint64(longs_at(table[SEEDS])[i]) + GOLDEN) + uint64(number + 1) * GOLDEN)
-    token = drawn(row, V, settings, key, scratch)
+    token = drawn(row, V, settings, noise_key(longs_at(table[SEEDS])[i], number), scratch)
     longs_at(table[NUMBERS])[i] += 1
     if changes[COUNTS] != 0:
         longs_at(changes[COUNTS])[token] += 1
