@@ -318,11 +318,13 @@ class Mailbox:
             self.bell.ring(self.news)
 
     async def take(self):
-        """Wait for the bell, and yield all outputs that there are: (number of the request, outputs)."""
+        """Wait for the bell, and return all outputs that there are, a list of (number of the request, outputs)."""
         await self.news.wait()
         self.news.clear()
+        taken = []
         while self.outputs:
-            yield self.outputs.popleft()
+            taken.append(self.outputs.popleft())
+        return taken
 
     def listen(self):
         """Ring for any output from now on, until one has come."""
@@ -355,7 +357,7 @@ class Answer:
             self.service.end(self.completion, self.mailbox)
 
     async def add_outputs(self):
-        async for number, outputs in self.mailbox.take():
+        for number, outputs in await self.mailbox.take():
             self.completion.add(number, outputs)
 
     async def whole(self, scope, receive, send):
