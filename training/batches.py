@@ -14,7 +14,7 @@ def prepare(folder):
     """Run the prepare.py of a data folder. ValueError if there is no such script, or if it fails."""
     script = os.path.join(folder, 'prepare.py')
     if not os.path.exists(script):
-        raise ValueError(f"no {os.path.join(folder, 'train.bin')}, and no {script} to make it")
+        raise ValueError(f"no {token_file(folder, 'train')}, and no {script} to make it")
     print(f"{folder} is not prepared yet: running {script}", flush=True)
     if subprocess.run([sys.executable, script]).returncode:
         raise ValueError(f"{script} failed: its message is above")
@@ -75,12 +75,16 @@ def describe_tokenizer(state):
     return f"{n:,} characters" if state['kind'] == 'char' else f"a tokenizer.json of {n:,} tokens"
 
 
+def token_file(folder, split):
+    return os.path.join(folder, split + '.bin')
+
+
 def open_tokens(folder, split, block_size):
     """
     The token ids of a split, as a memory map of its file (`split`.bin: uint16, or the dtype in meta.json). ValueError
     if it is missing, has ids of another dtype, or is shorter than a row of a batch, which takes block_size + 1 tokens.
     """
-    path = os.path.join(folder, split + '.bin')
+    path = token_file(folder, split)
     named = tokenizers.read_meta(folder).get('dtype')
     dtype = np.dtype(named or 'uint16')
     if not os.path.isfile(path):
@@ -128,6 +132,7 @@ class Batches:
     """
 
     def __init__(self, folder, split, batch_size, block_size, vocab_size, device, seed=0):
+        self.path = token_file(folder, split)
         self.batch_size, self.vocab_size, self.device = batch_size, vocab_size, device
         self.key = [seed, sum(split.encode())]
         self.tokens = open_tokens(folder, split, block_size)
@@ -144,9 +149,8 @@ class Batches:
         starts = rng.integers(len(self.tokens) - len(self.row) + 1, size=(self.batch_size, 1))
         tokens = self.tokens[starts + self.row]  # all rows in one indexing operation
         if tokens.max() >= self.vocab_size:
-            raise ValueError(f"{self.tokens.filename} has token {tokens.max()}, but the model's vocab_size is "
-                             f"{self.vocab_size}: prepare the data for this model, and name the dtype of the file in "
-                             "meta.json")
+            raise ValueError(f"{self.path} has token {tokens.max()}, but the model's vocab_size is {self.vocab_size}: "
+                             "prepare the data for this model, and name the dtype of the file in meta.json")
         tokens = torch.from_numpy(tokens.astype(np.int64))
         if self.device.startswith('cuda'):
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
