@@ -135,7 +135,8 @@ class DrawTable:
     def describe(self, sequences, done, return_soon, until, n=1):
         """
         Write the table for these sequences, which have drawn `done` tokens in this call. n: each has so many rows of
-        logits, side by side, of which a draw reads one. Returns the table's address.
+        logits, side by side, of which a draw reads one. return_soon: of `Batch`, one array for all calls. Returns the
+        table's address.
         """
         settings = [s.settings for s in sequences]
         for s in sequences:

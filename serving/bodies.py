@@ -226,6 +226,7 @@ class CompletionBody(GenerationBody):
 
 
 class Part(Lenient):
+    """A part of a message."""
     type: Literal['text', 'input_text', 'output_text', 'refusal']
     text: str = Field(validation_alias=AliasChoices('text', 'refusal'))
 
@@ -304,6 +305,7 @@ class Function(Lenient):
 
 
 class ToolFields(Lenient):
+    """A tool."""
     type: Literal['function']
     function: Function
 

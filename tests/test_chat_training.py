@@ -245,6 +245,7 @@ def test_runs_on_conversations_stop_and_go_on_to_the_bit(repo):
         assert done.returncode == 0, done.stderr
     loss, perplexity = re.findall(r'val loss ([\d.]+) \(perplexity ([\d.]+)\)', done.stdout)[-1]
     assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=1e-3) and 'mfu' not in done.stdout
+    assert 'python sample.py --out_dir=b --chat talks with it' in done.stdout.splitlines()[-1]
     a, b = (checkpoints.load(str(repo / d / 'ckpt.pt')) for d in 'ab')
     assert same(a['model'], b['model']) and a['tokenizer']['chat_template'] == made.chat_template.source
     base = '--dataset=shakespeare', '--block_size=64', '--out_dir=base', '--max_iters=1'  # it has no chat template

@@ -1,6 +1,6 @@
 """
-The step of a GPT on a GPU, recorded as CUDA graphs. The bits of a row's logits depend neither on the other rows of its
-step, nor on how its text was divided into steps.
+The step of a GPT on a GPU, recorded as CUDA graphs. The bits of a row's logits, and what is drawn from them, depend
+neither on the other rows of its step nor on how its text was divided into steps.
 
     executor     checks a batch, puts its inputs on the device, replays its graphs
     check        what is tried when it is made: logits, bits and tokens on this device

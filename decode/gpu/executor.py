@@ -67,7 +67,8 @@ class GPUExecutor:
 
     def bind(self):
         """Have the steps read the weights, and read and write the slots, that are now its own. Graphs are forgotten."""
-        self.queue.synchronize()
+        if self.table.memory.is_cuda:
+            torch.cuda.synchronize(self.table.memory.device)
         # once none of them runs, and all together: they share memory of the libraries they call
         self.step, self.graphs = None, {}
         self.queue.forget()

@@ -50,7 +50,7 @@ class Queue:
 
     def synchronize(self):
         """Wait until all is done."""
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
 
 
 def captured(step, pool, stream):
