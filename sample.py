@@ -127,7 +127,7 @@ class Printed:
         self.texts = [shown(prompt, tokenizer, most) for prompt in prompts for _ in range(num_samples)]
         self.streams, self.ended = [TextStream(token_bytes, [end]) for _ in self.texts], [False] * self.n
         self.live = self.n == 1 and not debug_kv_model.tracing()  # a trace would come in the middle of the text
-        self.n_drawn = self.n_printed = 0
+        self.n_drawn = self.n_printed = self.n_begun = 0
 
     def __enter__(self):
         self.began, quiet = time.perf_counter(), self.live or debug_kv_model.tracing()
@@ -142,6 +142,7 @@ class Printed:
         before, piece, stopped = stream.n_pushed, stream.push(*tokens), stream.stopped
         n = stream.n_pushed - before if stop else len(tokens)  # those up to `stop`
         self.n_drawn += n
+        self.n_begun = max(self.n_begun, number + 1)
         self.bar.update(n)
         self.ended[number] = ended or stopped
         if self.live:
@@ -160,7 +161,7 @@ class Printed:
     def __exit__(self, *error):
         if self.live:
             print(self.streams[0].finish())
-        while not self.live and self.n_printed < self.n and (self.n_drawn or not max_new_tokens):
+        while not self.live and self.n_printed < (self.n_begun if max_new_tokens else self.n):
             self.print_next()
         self.bar.close()
 

@@ -340,7 +340,7 @@ def open_log(log, checkpointer, config, iter_num):
         if checkpointer.is_of_earlier_run():
             log.say(f"{checkpointer.best} is of an earlier run: it stays until an evaluation of this run saves, and a "
                     "stop before that saves nothing")
-        log.open_files(out_dir, iter_num, None if max_minutes else max_iters)
+        log.open_files(out_dir, iter_num, None if max_minutes else max_iters, checkpointer.is_of_earlier_run())
     log.start_clock(iter_num)
 
 
@@ -385,6 +385,7 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
         if iter_num > 0 and asked and not eval_only:
             ends = iter_num == max_iters and checkpointer.is_of_earlier_run()  # no other file would have its model
             log.say(checkpointer.save(iter_num, best_val_loss, best=improved or always_save_checkpoint or ends))
+            log.replace_earlier()
         is_saved = os.path.exists(checkpointer.best) and not checkpointer.is_of_earlier_run()
         if iter_num == max_iters and is_saved and not eval_only:
             tries = '--chat talks with it' if isinstance(batches['val'], Conversations) else 'draws samples'

@@ -475,6 +475,8 @@ def run(service, host, port, drain_seconds):
     name = f'[{host}]' if ':' in host else host
     address = f'http://{name}:{listener.getsockname()[1]}/'
     print(f"the page: {address}   (the model is being loaded)", file=sys.stderr)
+    if not service.api_key and host not in ('127.0.0.1', 'localhost', '::1'):
+        print("there is no API key: whoever reaches this address can use the server (--api_key=)", file=sys.stderr)
     app = make_app(service, lambda: say_what_is_served(service.served, address))
     config = uvicorn.Config(app, log_level='error', access_log=False, lifespan='on', ws='none', server_header=False,
                             http=Connection, backlog=ACCEPTED, timeout_graceful_shutdown=CLOSING,

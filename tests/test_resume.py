@@ -155,14 +155,29 @@ def test_the_best_model_stays_and_the_run_goes_on_from_its_end(repo):
 def test_a_new_run_that_is_stopped_early_leaves_the_files_of_an_earlier_one(repo, trained):
     finished = with_a_run(repo, trained)
     shutil.copy(finished / 'out' / 'ckpt.pt', finished / 'out' / 'ckpt_last.pt')
-    (finished / 'out' / 'log.csv').unlink()
-    before = [(finished / 'out' / name).read_bytes() for name in ('ckpt.pt', 'ckpt_last.pt')]
+    (finished / 'out' / 'loss.png').write_bytes(b'the earlier picture')
+    names = 'ckpt.pt', 'ckpt_last.pt', 'log.csv', 'loss.png'
+    before = [(finished / 'out' / name).read_bytes() for name in names]
     process = start_training(finished, *FOREVER)
-    wait_for_rows(process, finished / 'out', 3)
+    wait_for_rows(process, finished / 'out', 3, 'log_new.csv')
     out, _ = stopped(process, signal.SIGINT)
     assert 'out/ckpt.pt is of an earlier run: it stays until an evaluation of this run saves' in out
     assert 'not saved: out/ckpt.pt is of an earlier run; use another --out_dir' in out
-    assert [(finished / 'out' / name).read_bytes() for name in ('ckpt.pt', 'ckpt_last.pt')] == before
+    assert [(finished / 'out' / name).read_bytes() for name in names] == before
+    assert not (finished / 'out' / 'log_new.csv').exists()
+    done = train(finished, '--max_iters=4', '--always_save_checkpoint=True')
+    rows = (finished / 'out' / 'log.csv').read_text().splitlines()
+    assert done.returncode == 0 and [row.split(',')[0] for row in rows[1:]] == ['0', '0', '1', '2', '3', '4'], rows
+    assert (finished / 'out' / 'loss.png').read_bytes() != before[3]
+
+
+def test_the_error_for_a_damaged_file_names_the_other_one(tmp_path):
+    write(tmp_path, {'ckpt.pt': 3, 'ckpt_last.pt': 5})
+    (tmp_path / 'ckpt.pt').write_bytes(b'garbage')
+    with pytest.raises(ValueError, match=r'ckpt\.pt cannot be read .*; or move it away, to go on from .*_last\.pt$'):
+        load_furthest(str(tmp_path), 'cpu')
+    (tmp_path / 'ckpt.pt').unlink()
+    assert load_furthest(str(tmp_path), 'cpu')[0]['iter_num'] == 5
 
 
 def checkpointer_in(folder, resume=True, first_iter=0):

@@ -144,7 +144,7 @@ def test_what_becomes_of_a_full_context(monkeypatch, capsys):
 
 
 def test_samples_are_printed_in_order_as_they_end(monkeypatch, capsys):
-    monkeypatch.setattr(script, 'num_samples', 4)
+    monkeypatch.setattr(script, 'num_samples', 6)  # the last two have not begun when it ends
     said, events = [], ((2, [3, 4], True), (0, [1], False), (1, [2], True), (0, [5], True), (3, [6], False))
     with pytest.raises(KeyboardInterrupt), script.Printed(gpt(**LLAMA), LETTERS, [[0]]) as printed:
         for number, tokens, ended in events:

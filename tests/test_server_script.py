@@ -30,7 +30,7 @@ def test_serves_the_newest_run(trained):
     """
     with started(trained, 'serve.py', *SMALL, '--host=localhost', '--api_key=geheim7') as (process, lines, address):
         assert address.startswith('http://localhost:')
-        assert f"the API of 'out' at {address}v1: /v1/completions\n" in lines
+        assert f"the API of 'out' at {address}v1: /v1/completions\n" in lines and 'no API key' not in ''.join(lines)
         with httpx.Client(base_url=address, timeout=60, headers={'authorization': 'bearer geheim7'}) as client:
             (model,) = client.get('/v1/models').json()['data']
             assert (model['id'], model['max_model_len']) == ('out', 16)
@@ -46,6 +46,8 @@ def test_serves_the_newest_run(trained):
     assert text == tokenizer.decode(tokens)
     tokens, = Engine(model).generate([tokenizer.encode('for')], 13, seed=7, temperature=0.8, top_k=20)
     assert drawn == tokenizer.decode(tokens)
+    with started(trained, 'serve.py', *SMALL, '--host=0.0.0.0') as (_, lines, address):
+        assert 'there is no API key: whoever reaches this address can use the server' in ''.join(lines)
 
 
 def test_serves_a_chat_model_whose_file_is_cut_meanwhile(trained, tmp_path):

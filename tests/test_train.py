@@ -49,9 +49,9 @@ def with_a_run(repo, trained):
     return repo
 
 
-def rows(folder):
-    """How many lines log.csv has."""
-    return (folder / 'log.csv').read_text().count('\n') if (folder / 'log.csv').exists() else 0
+def rows(folder, name='log.csv'):
+    """How many lines a log has."""
+    return (folder / name).read_text().count('\n') if (folder / name).exists() else 0
 
 
 def wait_until(process, done):
@@ -61,8 +61,8 @@ def wait_until(process, done):
         time.sleep(0.02)
 
 
-def wait_for_rows(process, folder, n):
-    wait_until(process, lambda: rows(folder) > n)
+def wait_for_rows(process, folder, n, name='log.csv'):
+    wait_until(process, lambda: rows(folder, name) > n)
 
 
 def stopped(process, signum=signal.SIGTERM):

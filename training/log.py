@@ -44,14 +44,16 @@ class Log:
         self.mfu = -1.0  # a running average
         self.shortest, self.n_slow = math.inf, 0  # seconds of an iteration; how many of the last ones were slow
 
-    def open_files(self, out_dir, iter_num, max_iters):
+    def open_files(self, out_dir, iter_num, max_iters, beside=False):
         """
         Open the progress bar and out_dir/log.csv, which gets a row for each logged iteration and each evaluation. A
-        resumed run (iter_num > 0) keeps the rows before iter_num and writes the later ones again.
+        resumed run (iter_num > 0) keeps the rows before iter_num and writes the later ones again. beside: the files of
+        an earlier run stay until `replace_earlier`, and rows go to log_new.csv.
         """
-        path, rows, self.drawn = os.path.join(out_dir, 'log.csv'), [], -math.inf
-        if iter_num and os.path.exists(path):
-            with open(path, newline='') as f:  # the last row of a crashed run may be cut off: it has no iter
+        self.path, rows, self.drawn = os.path.join(out_dir, 'log.csv'), [], -math.inf
+        path = os.path.join(out_dir, 'log_new.csv') if beside else self.path
+        if iter_num and os.path.exists(self.path):
+            with open(self.path, newline='') as f:  # the last row of a crashed run may be cut off: it has no iter
                 rows = [row for row in csv.DictReader(f) if (row.get('iter') or '').isdigit()]
             rows = [row for row in rows if int(row['iter']) < iter_num]
         with replacing(path, 'w', newline='') as f:
@@ -61,10 +63,19 @@ class Log:
         self.file = open(path, 'a', newline='')
         self.bar = tqdm(total=max_iters, initial=iter_num, unit='it', disable=None, dynamic_ncols=True)
 
+    def replace_earlier(self):
+        """This run has saved: its log.csv replaces that of an earlier run."""
+        if self.file is not None and self.file.name != self.path:
+            self.file.close()
+            os.replace(self.file.name, self.path)
+            self.file = open(self.path, 'a', newline='')
+
     def close(self):
         self.bar.close()
         if self.file is not None:
             self.file.close()
+            if self.file.name != self.path:
+                os.remove(self.file.name)
         if self.wandb is not None:
             self.wandb.finish()
 
@@ -138,9 +149,9 @@ class Log:
     def save_picture(self, last):
         """
         Draw the curves of log.csv as loss.png beside it, which takes half a second, if this is the `last` picture, or
-        if none was drawn within the last minute.
+        if none was drawn within the last minute. The picture of an earlier run stays as long as its log.csv.
         """
-        if self.file is None or not last and time.monotonic() - self.drawn < 60:
+        if self.file is None or self.file.name != self.path or not last and time.monotonic() - self.drawn < 60:
             return
         self.drawn = time.monotonic()
         from matplotlib.figure import Figure  # half a second: only where a picture is drawn
@@ -158,7 +169,7 @@ class Log:
                     shown = points[::-1][::math.ceil(len(points) / MOST_POINTS)]  # the newest one among them
                     ax.plot(*zip(*shown), label=column.replace('_', ' '), **style)
             ax.legend()
-            with replacing(self.file.name.replace('log.csv', 'loss.png')) as f:
+            with replacing(self.path.replace('log.csv', 'loss.png')) as f:
                 fig.savefig(f, format='png', dpi=110)
         except (OSError, ValueError, TypeError) as e:  # others may have written to log.csv
             why = e.strerror if isinstance(e, OSError) else e

@@ -14,8 +14,13 @@ NO_SHAPE = 'vocab_size', 'block_size', 'dropout'  # fields of a GPTConfig that a
 def load_furthest(out_dir, device):
     """(checkpoint, path): of the files of a run, the one that is further along. ValueError if there is none."""
     paths = [os.path.join(out_dir, name) for name in NAMES]
-    found = [path for path in paths if os.path.exists(path)] or paths[:1]
-    loaded = ((checkpoints.load(path, device), path) for path in found)
+    found, loaded = [path for path in paths if os.path.exists(path)] or paths[:1], []
+    for path in found:
+        try:
+            loaded.append((checkpoints.load(path, device), path))
+        except ValueError as e:
+            others = [f"; or move it away, to go on from {other}" for other in found if other != path]
+            raise ValueError(f"{e}{''.join(others)}") from e
     return max(loaded, key=lambda pair: pair[0].get('iter_num', 0))  # of equal ones the first
 
 
