@@ -127,8 +127,10 @@ class Files:
     def __init__(self, folder, is_gpt2=False):
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
-            raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
-                             "*.safetensors, or with ckpt.pt, nor a GGUF file, nor owner/name of a model on the hub")
+            found = ("a file, but no GGUF" if os.path.isfile(folder) else "a folder without a model"
+                     if os.path.isdir(folder) else "no file and no folder here")
+            raise ValueError(f"{folder!r} is {found}: give {', '.join(GPT2_NAMES)}, a folder with config.json and "
+                             "*.safetensors, or with ckpt.pt, a GGUF file, or owner/name of a model on the hub")
         index = os.path.join(folder, 'model.safetensors.index.json')
         if 'model.safetensors' in names:  # as in transformers: an index beside it is of other files
             names = ['model.safetensors']

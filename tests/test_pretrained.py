@@ -337,7 +337,7 @@ BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has t
     (cut('generation_config.json'), 'generation_config.json cannot be read'),
     (written('config.json', '[]'), 'config.json cannot be read (ValueError: it must hold a dict'),
     (written('model.safetensors', 'version https://git-lfs.github.com/spec/v1'), 'cannot be read'),  # a pointer
-    (lambda folder: os.remove(folder / 'config.json'), 'is neither gpt2, gpt2-medium'),
+    (lambda folder: os.remove(folder / 'config.json'), 'is a folder without a model: give gpt2, gpt2-medium'),
     (lambda folder: os.remove(folder / 'tokenizer.json'), 'hf has no tokenizer.json: these tokens have no text'),
     # what the config alone says is said before weights are read
     (both(cut('model.safetensors'), changed('config.json', hidden_act='gelu')), "config.json: hidden_act is 'gelu'"),
