@@ -24,7 +24,7 @@ TRAIN = [  # settings, what the line has to say
     ('--init_from=resume --out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
     ('--init_from=resume --out_dir=weightsonly', 'no optimizer state'),
     ('--dataset=openwebtext --n_layer=300 --n_embd=1536', 'no data/openwebtext/train.bin'),  # before a model is built
-    ('--init_from=gpt3', 'neither gpt2, gpt2-medium'),
+    ('--init_from=gpt3', 'no file and no folder here: give gpt2, gpt2-medium'),
     ('--out_dir=train.py', "out_dir must be a folder, not 'train.py'"),
     ('--wandb_log=True', 'pip install wandb'),
 ]
@@ -37,7 +37,7 @@ SAMPLE = [
     ('--stop=日', "stop='日' can never come up: characters the model never saw"),
     ('--when_full=roll', 'learned positions end at block_size'),
     ('--when_full=shift --keep=99', 'n_keep=0 and keep=99 tokens of a full context'),
-    ('--draft=nowhere', 'neither gpt2'),
+    ('--draft=nowhere', 'no file and no folder here: give gpt2'),
     ('--chat', 'this model has no chat, because its tokenizer has no chat template: leave out --chat'),
 ]
 SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
