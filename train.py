@@ -337,10 +337,10 @@ def open_log(log, checkpointer, config, iter_num):
         log.wandb = start_wandb(wandb_project, wandb_run_name, dict(config))
     if not eval_only:
         checkpointer.take_folder()
-        if checkpointer.is_of_earlier_run():
+        if beside := checkpointer.is_of_earlier_run():
             log.say(f"{checkpointer.best} is of an earlier run: it stays until an evaluation of this run saves, and a "
                     "stop before that saves nothing")
-        log.open_files(out_dir, iter_num, None if max_minutes else max_iters, checkpointer.is_of_earlier_run())
+        log.open_files(out_dir, iter_num, None if max_minutes else max_iters, beside)
     log.start_clock(iter_num)
 
 
@@ -388,9 +388,9 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
             log.replace_earlier()
         is_saved = os.path.exists(checkpointer.best) and not checkpointer.is_of_earlier_run()
         if iter_num == max_iters and is_saved and not eval_only:
-            tries = '--chat talks with it' if isinstance(batches['val'], Conversations) else 'draws samples'
+            use = '--chat talks with it' if isinstance(batches['val'], Conversations) else 'draws samples'
             log.say(f"trained for {time.monotonic() - checkpointer.began:,.0f} s; "
-                    f"python sample.py --out_dir={out_dir} {tries}")
+                    f"python sample.py --out_dir={out_dir} {use}")
         log.save_picture(last=iter_num == max_iters)
     log.start_clock(iter_num)
     return best_val_loss

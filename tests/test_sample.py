@@ -138,7 +138,7 @@ def test_what_becomes_of_a_full_context(monkeypatch, capsys):
         assert len(found) == 1, full
         texts += found
     assert len(set(texts)) == 5
-    # a model that rolls reads a prompt of any length, and sample.py prints all of it
+    # with when_full=roll a prompt may have any length, and sample.py prints all of it
     assert printed_by_script(model, ['be' * 10], monkeypatch, capsys, num_samples=1, when_full='roll', max_new_tokens=5
                              ).startswith('be' * 10)
 

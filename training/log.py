@@ -75,7 +75,8 @@ class Log:
         if self.file is not None:
             self.file.close()
             if self.file.name != self.path:
-                os.remove(self.file.name)
+                with suppress(OSError):  # somebody may have removed it
+                    os.remove(self.file.name)
         if self.wandb is not None:
             self.wandb.finish()
 

@@ -92,7 +92,8 @@ def check_optimizer(settings):
 def make_optimizer(model, kind, settings):
     """
     The optimizer that the settings of train.py describe, for a GPT on a device of this kind ('cpu', 'cuda', ...).
-    Muon gets the matrices of the blocks. AdamW gets all other parameters, in `GPT.configure_optimizers`'s groups.
+    Muon updates the matrices of the blocks. AdamW updates the other parameters, in the groups of
+    `GPT.configure_optimizers`.
     """
     learning_rate, betas = settings['learning_rate'], (settings['beta1'], settings['beta2'])
     adamw = model.configure_optimizers(settings['weight_decay'], learning_rate, betas, kind)
