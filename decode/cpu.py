@@ -10,7 +10,8 @@ from decode.choice import StepChoice
 from decode.kernel import layout
 from decode.kernel.building import compile_beside
 from decode.kernel.linears import PREFETCHING_ROWS
-from decode.kernel.sampling import DRAW
+from decode.kernel.sampling import DRAW, PER_PEAK
+from decode.kernel.screening import SCREEN
 from decode.kernel.step import step, team_for, workers
 from decode.kernel.threads import n_cores
 from decode.tables import DrawTable, StepTables, check_layers
@@ -27,7 +28,7 @@ from decode.kernel.step import ATTENTION_ON
 DRAW.compiled, ATTENTION_ON[torch.float32].compiled
 '''
 OF_LOGITS = dict(dtype=torch.float32, device='cpu')  # torch's defaults may be others
-choices = {}  # {(shape, weights, threads, are they fixed, size of the step): StepChoice}, for all executors
+choices = {}  # {(shape, weights, threads, fixed, size of the step, screened): StepChoice}, for all executors
 
 
 class CPUExecutor:
@@ -84,6 +85,8 @@ class CPUExecutor:
         self.layers, self.tables = layers, None
         team_for(self.weights, layers[0].k.data.dtype, self.n_threads)
         DRAW.compiled  # noqa: B018 (it is compiled here)
+        if self.packed.is_screened:
+            SCREEN.compiled  # noqa: B018
 
     def execute_model(self, batch):
         """
@@ -135,7 +138,8 @@ class CPUExecutor:
         follow?)
         """
         sequences, R, made = [batch.sequences[i] for i in going], len(going), 0
-        tables, tokens = self.tables_for(R, R), np.empty((n + 1, R), np.int64)
+        n_largest = 0 if any(batch.logprobs) else self.n_largest(sequences)
+        tables, tokens = self.tables_for(2 * R if n_largest else R, R), np.empty((n + 1, R), np.int64)
         tokens[0] = newest
         tables.describe(tokens.ctypes.data, batch.positions[going] + done, np.arange(R + 1), sequences, np.arange(R))
         tables.memory[layout.LOGITS] = logits.data_ptr()
@@ -144,15 +148,22 @@ class CPUExecutor:
         tables.memory[layout.DRAW_DATA] = self.draws.describe(sequences, done, batch.return_soon, batch.until)
         ended = False
         while made < n and not ended:
-            n_threads, choice = self.threads_for(R)
+            n_threads, choice = self.threads_for(R, is_screened=n_largest > 0)
             began = time.perf_counter_ns()
             # a step that is timed alone, or not at all, is a call of its own
-            tables.ask_for(1 if choice and (choice.is_trial or choice.is_first(began)) else n - made)
+            tables.ask_for(1 if choice and (choice.is_trial or choice.is_first(began)) else n - made, n_largest)
             refused = step(*tables.addresses, n_threads, workers.address)
             made += (n_drawn := int(tables.sizes[layout.N_DRAWN]))
             self.after_call(refused, choice, began, n_drawn)
             ended = bool(tables.sizes[layout.ENDED])
         return tokens[1:made + 1], ended
+
+    def n_largest(self, sequences):
+        """How many of the largest logits the next step of these sequences computes; 0: all. See kernel/screening.py."""
+        if not self.packed.is_screened or len(sequences) > layout.SCREENED_ROWS:
+            return 0
+        n = max(s.settings.n_largest for s in sequences)
+        return n if n <= self.vocab_size // PER_PEAK else 0
 
     def tables_for(self, n_rows, n_seq):
         """The tables, with room for so many rows and sequences."""
@@ -191,12 +202,12 @@ class CPUExecutor:
             self.after_call(step(*tables.addresses, n, workers.address), choice, began, counts=True)
         return logits
 
-    def threads_for(self, n_rows, way=None):
+    def threads_for(self, n_rows, way=None, is_screened=False):
         """
         Prepare the next call of the kernel in this way, by default that of `choice`. Returns its number of threads, and
         the `StepChoice` that takes its time, if there is one.
         """
-        choice = None if way else self.choice(n_rows)
+        choice = None if way else self.choice(n_rows, is_screened)
         n_threads, ahead = way or choice.way
         self.packed.prefetch(ahead)
         return workers.ready(n_threads), choice
@@ -230,9 +241,9 @@ class CPUExecutor:
                           f"slots, and the run at position {position} is not")
         raise Refused(f"{seq} has no slot for position {position}, which its new tokens see")
 
-    def choice(self, n_rows):
+    def choice(self, n_rows, is_screened=False):
         """The `StepChoice` for steps of about so many rows, shared by all executors of this shape."""
-        key = self.shape, self.weights, self.n_threads, self.fixed, n_rows.bit_length()
+        key = self.shape, self.weights, self.n_threads, self.fixed, n_rows.bit_length(), is_screened
         if key not in choices:
             # for 8 rows, reading the weights is half of the work
             n_bytes = self.packed.panels.nbytes * (1 + n_rows / 8)

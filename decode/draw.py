@@ -75,6 +75,14 @@ class DrawSettings:
         """May logits be changed before a draw?"""
         return self.penalised or len(self.biases) > 0 or self.min_tokens > 0 or self.allowed is not None
 
+    @property
+    def n_largest(self):
+        """How many of the largest logits a draw depends on."""
+        temperature, top_k = self.values[:2]
+        if self.changes_logits or temperature > 0 and top_k == 0:
+            return self.vocab_size
+        return int(top_k) if temperature > 0 else 1
+
     def forbidden(self):
         """Which tokens `allowed` leaves out, bool (vocab_size,)."""
         return np.unpackbits(self.allowed.view(np.uint8), count=self.vocab_size, bitorder='little') == 0

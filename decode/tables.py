@@ -6,6 +6,7 @@ from decode.kernel.attention import ATTENTION_ON
 from decode.kernel.attention_tile import N_WEIGHED
 from decode.kernel.emit import LANES
 from decode.kernel.layout import EIGHT, GROUP, LINEARS_PER_LAYER, SCALE_GROUP
+from decode.kernel.screening import SCREEN
 from decode.kernel.step import PART_ON
 from decode.kernel.threads import LINE, aligned
 from decode.weights import padded
@@ -98,6 +99,8 @@ class StepTables:
                 self.memory[layout.SCRATCH + layout.N_SCRATCH * thread + index] = array.ctypes.data
         self.memory[layout.PART] = PART_ON[packed.weights].address
         self.memory[layout.ATTENTION] = ATTENTION_ON[k.data.dtype].address
+        if packed.is_screened:
+            self.memory[layout.SCREEN] = SCREEN.address
         self.sizes = np.zeros(layout.N_SIZES, np.int64)
         for index, size in (packed.sizes | {
                 layout.N_SLOTS: layers[0].n_slots, layout.SLOT_STRIDE: c.head_dim,
@@ -118,9 +121,12 @@ class StepTables:
         for index, values in (layout.N_ROWS, positions), (layout.N_SEQ, sequences), (layout.N_WANTED, wanted):
             self.sizes[index] = len(values)
 
-    def ask_for(self, n_steps):
-        """Make the next call one of up to so many steps with draws; 0: of one step, and nothing is drawn."""
-        self.sizes[layout.N_STEPS] = n_steps
+    def ask_for(self, n_steps, n_largest=0):
+        """
+        Make the next call one of up to so many steps with draws, 0: of one step, and nothing is drawn; for which so
+        many of the largest logits are wanted, 0: all.
+        """
+        self.sizes[layout.N_STEPS], self.sizes[layout.N_LARGEST] = n_steps, n_largest
         self.sizes[layout.N_DRAWN] = self.sizes[layout.ENDED] = self.sizes[layout.DRAW_NS] = 0
         self.sizes[layout.NOT_NUMBERS] = 0
 

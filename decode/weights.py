@@ -29,6 +29,7 @@ ROWS_AT_ONCE = 2**9   # of a matrix that is packed: the numbers on the way fit t
 # It changed the speed of L with 1 or 4 rows by a factor of 1.0 to 1.3 on a Xeon and of 0.86 to 0.95 on a Zen 4, so
 # `choice` times steps with prefetching and without
 CACHED, PREFETCHED = 2**25, 2**13
+SCREENED = 0.25  # of the weights: a larger lm_head is screened, see kernel/screening.py
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
 KINDS = {'float32': F32, 'bfloat16': I16, 'int8': I8, 'int4': I32}  # the same, as the kernel's code names them
 POSITIONS = dict(learned=layout.LEARNED, rope=layout.ROPE, alibi=layout.ALIBI, none=layout.NONE)
@@ -181,12 +182,11 @@ def in_sheets(w, n):
     return w.view(-1, SHEET, LANES, w.size(1) // n, n).permute(0, 3, 1, 2, 4)
 
 
-def pack_int8(out, w):
-    """out (1-D, uint8) = w (rows, K) in int8 sheets, see linears.py."""
-    whole, scale = quantise(w)
-    n = SHEET * LANES
-    groups = out.view(-1, w.size(1) // GROUP, n * (2 + GROUP))
-    scales = scale.bfloat16().view(-1, n, w.size(1) // GROUP, 1).transpose(1, 2)
+def pack_int8(out, whole, scale):
+    """out (1-D, uint8) = what `quantise` returns of (rows, K), in int8 sheets, see linears.py."""
+    n, n_groups = SHEET * LANES, scale.size(1)
+    groups = out.view(-1, n_groups, n * (2 + GROUP))
+    scales = scale.bfloat16().view(-1, n, n_groups, 1).transpose(1, 2)
     groups[..., :2 * n] = scales.contiguous().view(torch.uint8).flatten(2)
     whole = whole.add_(ADDED).to(torch.int16).to(torch.uint8)
     groups[..., 2 * n:] = in_sheets(whole, 4).unflatten(1, (-1, GROUP // 4)).flatten(2)
@@ -202,6 +202,16 @@ def pack_int4(out, w, squares):
     groups[:, :, 2:] = (lower | upper << 4).permute(0, 3, 4, 1, 2, 5)
 
 
+def parts_of(w, n, K):
+    """(first row, some rows in float32) of w, padded with zeros to K inputs, and to whole sheets for n rows."""
+    for first in range(0, n, ROWS_AT_ONCE):
+        part = w[first:first + ROWS_AT_ONCE].float()
+        n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
+        if part.shape != (n_rows, K):  # F.pad copies in any case
+            part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
+        yield first, part
+
+
 class PackedWeights:
     """
     A model as the compiled step reads it. `fill` copies its weights, and does so again after they have changed.
@@ -210,7 +220,7 @@ class PackedWeights:
     and biases stay float32. Embeddings on the device meta are rows of lm_head: in int8 those that are packed, and
     otherwise read from the file. config: a copy. sizes: {index into the table `sizes`: number}, those of the model.
     arrays: {index into the table `memory`: array}. panels: 1-D, the panels of all linears in order. bias: a float32 for
-    each of their rows. table: where each linear is.
+    each of their rows. table: where each linear is. is_screened: is lm_head there in int8 too, for kernel/screening.py?
     """
 
     def __init__(self, model, weights):
@@ -271,6 +281,31 @@ class PackedWeights:
             layout.ACTIVATION: SWIGLU if c.mlp == 'swiglu' else GELU_TANH if c.gelu == 'tanh' else GELU,
             layout.EMBEDDINGS: layout.OF_LM_HEAD if of_head else
             layout.BFLOAT16 if wte.dtype is torch.bfloat16 else layout.FLOAT32}
+        n_bytes = self.panels.nbytes - int(self.table[-1, layout.FIRST_WEIGHT]) * self.panels.itemsize  # of lm_head
+        self.is_screened = (self.weights == 'float32' and c.tied and wte.dtype is torch.float32
+                            and n_bytes > max(CACHED, self.panels.nbytes * SCREENED))
+        if self.is_screened:
+            self.fill_screen(wte.detach())
+
+    def fill_screen(self, w):
+        """Add to the arrays what kernel/screening.py reads of lm_head, w (vocab_size, n_embd)."""
+        (n, K), of_head = (padded(len(w), SHEET * LANES), int(self.table[-1, layout.N_INPUTS])), self.table.copy()
+        panels, errors = aligned(n * K // GROUP * ELEMENTS[I8], np.int8), aligned(n, np.float32)
+        norms, of_head[-1, layout.FIRST_WEIGHT] = np.zeros(n, np.float32), 0
+
+        def fill(first_and_part):
+            first, part = first_and_part
+            whole, scale = quantise(part)
+            rounded = (whole.unflatten(1, (-1, GROUP)) * scale[..., None]).flatten(1)
+            rest = torch.linalg.vector_norm(part - rounded, dim=1) + 1e-16  # squares below 1e-38 are 0
+            errors[first:first + len(part)] = rest * (1 + 1e-5)
+            norms[first:first + len(part)] = (torch.linalg.vector_norm(part, dim=1) + rest) * (1 + 1e-5)
+            start, end = (r * K // GROUP * ELEMENTS[I8] for r in (first, first + len(part)))
+            pack_int8(torch.from_numpy(panels[start:end].view(np.uint8)), whole, scale)
+        side_by_side(fill, parts_of(w, n, K))
+        self.arrays |= {layout.SCREEN_PANELS: panels, layout.SCREEN_LINEARS: of_head, layout.SCREEN_ERRORS: errors,
+                        layout.SCREEN_NORM: norms.max(keepdims=True),
+                        layout.SCREEN_LOGITS: aligned((2 * layout.SCREENED_ROWS, len(w)), np.float32)}
 
     @torch.no_grad()
     def fill_linear(self, linear):
@@ -281,17 +316,13 @@ class PackedWeights:
         self.bias[row:row + len(bias)] = bias.float()
         if squares is not None:
             squares = F.pad(squares, (0, K - len(squares)))
-        for first in range(0, n, ROWS_AT_ONCE):
-            part = w[first:first + ROWS_AT_ONCE].float()
-            n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
-            if part.shape != (n_rows, K):  # F.pad copies in any case
-                part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
-            start, end = (at + r * K // GROUP * ELEMENTS[KINDS[self.weights]] for r in (first, first + n_rows))
+        for first, part in parts_of(w, n, K):
+            start, end = (at + r * K // GROUP * ELEMENTS[KINDS[self.weights]] for r in (first, first + len(part)))
             out = torch.from_numpy(self.panels[start:end].view(np.uint8))
             if self.weights in ('float32', 'bfloat16'):
                 sheets = in_sheets(part, 1) if self.weights == 'float32' else in_sheets(part.bfloat16(), 2)
                 out.view(sheets.dtype).view(sheets.shape).copy_(sheets)
             elif self.weights == 'int8':
-                pack_int8(out, part)
+                pack_int8(out, *quantise(part))
             else:
                 pack_int4(out, part, squares)

@@ -1,4 +1,7 @@
-"""A real model gives a prompt one text: alone, among others, over HTTP, with drafts, and when it was preempted."""
+"""
+A real model gives a prompt one text: alone, among others, over HTTP, with drafts, when it was preempted, and when most
+logits are left out.
+"""
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -8,7 +11,9 @@ from serving_process import serving
 
 import checkpoint
 import decode
+import decode.weights as packing
 import model as plain_model
+from decode.cpu import CPUExecutor
 from engine import Engine, default_pool, pool_for
 from serving.loading import load_engine
 
@@ -47,3 +52,20 @@ def test_over_http(real, real_model):
             answer = client.post('/v1/completions', json=body, timeout=600).json()
             return prompts[i] + answer['choices'][0]['token_ids']
         assert list(pool.map(complete, range(len(prompts)))) == alone
+
+
+def test_screened(real_model, monkeypatch):
+    """Its lm_head is a fifth of its weights, so steps compute all logits unless they are told otherwise."""
+    model, tokenizer, _ = checkpoint.load_model(real_model, '', plain_model)
+    with open(f'{ROOT}/README.md', encoding='utf-8') as f:
+        tokens = tokenizer.encode(f.read())
+    found = {}
+    for screened in (0.1, 1.0):
+        monkeypatch.setattr(packing, 'SCREENED', screened)
+        executor = CPUExecutor(model)
+        assert executor.packed.is_screened == (screened < 1)
+        engine = Engine(model, executor, pool_for(model.config, 4, 160 + N_NEW))
+        found[screened] = [engine.generate([tokens[40 * i:40 * (i + n)] for i in range(4)], N_NEW, seed=n, **how)
+                           for n in range(1, 4) for how in (
+                               dict(temperature=0), dict(top_k=200), dict(top_k=40, top_p=0.9, temperature=0.8))]
+    assert found[0.1] == found[1.0]

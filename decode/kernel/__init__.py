@@ -7,6 +7,7 @@ The decode step that numba compiles: a whole step of a GPT on the CPU as one fun
     linears, attention            the parts of a GPT that take time
     attention_tile                attention of several queries of a prompt at once
     sampling     the next token of each row of logits
+    screening    the logits that may be among the largest, of a large vocabulary
     vectors      vector instructions
     pointers     numbers at an address
     emit         what these and others emit: LLVM's types, and pieces of code

@@ -10,6 +10,7 @@ SHEET = 4         # panels of weights that are side by side, see linears.py
 SUMMED_ROWS = 48  # rows whose sums with a sheet a thread keeps at a time
 KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
 EIGHT = 8         # sums of weighted values, each of every eighth key, see attention.py
+SCREENED_ROWS = 4  # a step of more rows computes all logits, see screening.py
 
 # sizes: of the model
 (N_LAYER, N_HEAD, N_KV_HEAD, HEAD_DIM, N_EMBD, VOCAB_SIZE,
@@ -31,9 +32,10 @@ EIGHT = 8         # sums of weighted values, each of every eighth key, see atten
  N_DRAWN,        # result: after how many steps tokens were drawn
  ENDED,          # result: how many threads' draws have returned 0
  DRAW_NS,        # result: nanoseconds that the draws took
+ N_LARGEST,      # of each row only so many of the largest logits are wanted, see screening.py; 0: all
  LOGITS_STEP,    # bytes from the logits of a step to those of the next one; 0: each step writes over the last one's
  # of the stored keys and values: those of head h begin at slot * SLOT_STRIDE + h * HEAD_STRIDE
- N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(28)
+ N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(29)
 
 LEARNED, ROPE, ALIBI, NONE = range(4)
 FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
@@ -49,6 +51,11 @@ FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
  DRAW, DRAW_DATA,  # the function that draws tokens, and its first argument, see sampling.py
  PART,          # the C function for weights of their type, see step.part_on
  ATTENTION,     # the C function for keys and values of their type, see attention.py
+ SCREEN,        # the C function for the N_LARGEST logits, see screening.py, and what it reads:
+ SCREEN_PANELS, SCREEN_LINEARS,  # lm_head in int8; LINEARS, where lm_head begins in these panels
+ SCREEN_ERRORS, # float32 (vocab_size,): the norm of what int8 leaves of each of its rows
+ SCREEN_NORM,   # float32 (1,): none of its rows has a larger norm, in int8 or not
+ SCREEN_LOGITS, # float32 (2 * SCREENED_ROWS, vocab_size): scratch
  KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales
  OFFSETS,       # int64: slot * slot_stride of all keys that each sequence sees, in the order of positions, see step.py
  SEQUENCES,     # int64 (S, N_SEQUENCE_COLUMNS): where those of each sequence are
@@ -71,7 +78,7 @@ FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
  Y,             # float32 (rows, n_head * head_dim padded): what attention gives
  FF,            # float32 (rows, n_inner padded): the MLP's hidden layer
  ANGLES,        # float32 (rows, 4, head_dim / 2): cos and sin of each row's rotation, and of its rotation for sinks
- SCRATCH) = range(37)  # from here on N_SCRATCH addresses for each thread
+ SCRATCH) = range(43)  # from here on N_SCRATCH addresses for each thread
 
 # the columns of SEQUENCES: the first of a sequence's OFFSETS; how many of them are of sinks; the position of the next
 FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)

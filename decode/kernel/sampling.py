@@ -165,8 +165,8 @@ def gather(row, n, peaks, least, tokens, values):
 
 
 @njit
-def gather_top_k(row, n, peaks, k, tokens, values, masses):
-    """`gather` for the k largest logits, and those that are equal to the smallest of them."""
+def kth_largest(row, n, peaks, k, tokens, values, masses):
+    """The k-th largest logit. tokens, values and masses are written over."""
     least, n_peaks = LOWEST, -(-n // PER_PEAK)
     if k <= n_peaks:  # each of the k largest peaks is a logit, so the k-th largest logit is no smaller
         for c in range(n_peaks):
@@ -175,7 +175,7 @@ def gather_top_k(row, n, peaks, k, tokens, values, masses):
     found = gather(row, n, peaks, least, tokens, values)
     for i in range(found):
         masses[i] = 1.0
-    return gather(row, n, peaks, threshold(values, masses, found, k)[0], tokens, values)
+    return threshold(values, masses, found, k)[0]
 
 
 @njit
@@ -306,8 +306,8 @@ def drawn(row, n, settings, key, scratch):
         return first_of(row, n, weights, largest)
     chooses = 0 < top_k < n
     if chooses:
-        n = gather_top_k(row, n, weights, top_k, tokens, values, masses)
-        row = values
+        least = kth_largest(row, n, weights, top_k, tokens, values, masses)
+        n, row = gather(row, n, weights, least, tokens, values), values
     factor = np.float32(max(1.0 / temperature, 1e-30))  # times -inf it is -inf
     exponentials(row, n, largest, factor, weights)
     if min_p > 0.0:

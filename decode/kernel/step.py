@@ -270,7 +270,9 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
         row_norm(x, r * C_p, norms, 2 * n_layer, C, normed, r * C_p)
     prepare(linears, normed, rows, C_p, scratch, counter, team, shared)
     logits = floats_at(memory[layout.LOGITS])
-    if not shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch):
+    if sizes[layout.N_LARGEST]:
+        call_c(memory[layout.SCREEN], memory_at, sizes_at, thread, n_threads, 0)
+    elif not shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch):
         claim(sizes, layout.NOT_NUMBERS)
 
 

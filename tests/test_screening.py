@@ -1,0 +1,140 @@
+"""
+Steps that compute only the logits that may be among the largest: these have the bits of a step that computes all, no
+token that may be drawn is left out, and the tokens are the same, whatever the weights are like.
+"""
+import math
+
+import numpy as np
+import pytest
+import torch
+from test_executors import TWO, Slots, Text
+
+from decode import weights
+from decode.batch import NotNumbers
+from decode.cpu import CPUExecutor
+from decode.draw import DrawSettings
+from engine import Engine
+from model import GPT, GPTConfig
+
+V = 4996  # not a whole number of panels
+
+
+def gpt(seed=0, n_embd=40, **how):
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**dict(n_layer=1, n_head=2, n_embd=n_embd, vocab_size=V, block_size=64, bias=False) | how))
+
+
+def executor_of(model, monkeypatch, screened=True, threads=TWO):
+    monkeypatch.setattr(weights, 'CACHED', 0 if screened else math.inf)
+    executor = CPUExecutor(model, threads=threads)
+    assert executor.packed.is_screened == screened
+    return executor
+
+
+def text_of(tokens, **settings):
+    text = Text(tokens)
+    text.settings = DrawSettings(V, **settings)
+    return text
+
+
+def logits_of(executor, prompts, n_largest):
+    """The logits of one step after these prompts."""
+    settings = dict(temperature=0.0) if n_largest == 1 else dict(top_k=n_largest, temperature=1.0)
+    slots, texts = Slots(executor), [text_of(prompt, **settings) for prompt in prompts]
+    slots.run({text: len(text.tokens) for text in texts}, 1)
+    batch, logits = slots.batch({text: 1 for text in texts}, 1), torch.empty(1, len(texts), V)
+    executor.steps(batch, np.arange(len(texts)), batch.tokens, 0, 1, logits)
+    return logits[0]
+
+
+def rows_alike(w):
+    w[1::2] = w[::2]  # logits that are equal
+
+
+def rows_nearly_alike(w):
+    w[:] = w[0] + 1e-6 * w
+
+
+def few_large_rows(w):
+    w[::997] *= 1000
+
+
+def one_large_input(w):
+    w[:, 7] *= 500
+
+
+def tiny(w):
+    w *= 1e-30
+
+
+WEIGHTS = [lambda w: None, rows_alike, rows_nearly_alike, few_large_rows, one_large_input, tiny]
+
+
+@pytest.mark.parametrize('n_largest', [1, 2, 50, V // 64])
+@pytest.mark.parametrize('changed', WEIGHTS)
+@pytest.mark.parametrize('seed,n_embd', [(0, 40), (1, 64), (2, 130)])
+def test_the_largest_logits_have_the_bits_of_all_and_none_of_them_is_left_out(
+        seed, n_embd, changed, n_largest, monkeypatch):
+    model = gpt(seed, n_embd)
+    with torch.no_grad():
+        changed(model.lm_head.weight)
+    prompts = [torch.randint(V, (n,)).tolist() for n in (3, 1, 9, 5)[:1 + seed * 3 // 2]]
+    every = logits_of(executor_of(model, monkeypatch, False), prompts, n_largest)
+    for threads in {1, TWO}:
+        some = logits_of(executor_of(model, monkeypatch, threads=threads), prompts, n_largest)
+        kept = some > -math.inf
+        assert torch.equal(some[kept], every[kept])
+        least = every.topk(n_largest).values[:, -1:]
+        assert (kept | (every < least)).all()
+        if changed is WEIGHTS[0]:
+            assert (kept.sum(dim=1) < 4 * n_largest + 40).all()  # most are left out
+
+
+@pytest.mark.parametrize('settings', [
+    dict(temperature=0.0), dict(top_k=20), dict(top_k=1), dict(top_k=70, top_p=0.7, temperature=1.3),
+    dict(top_k=40, min_p=0.1), dict(top_k=20, repetition_penalty=1.2), dict(top_k=79), dict(top_p=0.9),
+    dict(top_k=20, logit_bias={5: 9.0})])
+def test_the_same_tokens_are_drawn(settings, monkeypatch):
+    model, prompts = gpt(3, 64, n_layer=2), [[7, 8, 9], [1], [2, 3]]
+    found = [Engine(model, executor_of(model, monkeypatch, screened)).generate(prompts, 40, seed=5, **settings)
+             for screened in (True, False)]
+    assert found[0] == found[1]
+
+
+def test_when_all_logits_are_computed(monkeypatch):
+    executor = executor_of(gpt(), monkeypatch)
+
+    def n_largest(*settings):
+        return executor.n_largest([text_of([1], **s) for s in settings])
+    assert n_largest(dict(temperature=0.0), dict(top_k=7)) == 7
+    assert n_largest(dict(temperature=0.0)) == 1
+    for other in (dict(top_k=0), dict(top_k=V // 64 + 1), dict(top_k=7, presence_penalty=0.1),
+                  dict(top_k=7, stop_ids=[3], min_tokens=2), dict(temperature=0.0, logit_bias={3: 1.0})):
+        assert n_largest(dict(top_k=7), other) == 0, other
+    assert n_largest(*[dict(top_k=7)] * 5) == 0
+
+
+def test_weights_that_change_and_weights_that_are_no_numbers(monkeypatch):
+    model = gpt(4)
+    engine = Engine(model, executor_of(model, monkeypatch))
+    before = engine.generate([[1, 2]], 20, temperature=0.0)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.roll(11, 0))
+    after = Engine(model, executor_of(model, monkeypatch, False)).generate([[1, 2]], 20, temperature=0.0)
+    monkeypatch.setattr(weights, 'CACHED', 0)
+    assert engine.generate([[1, 2]], 20, temperature=0.0) == after != before
+    for bad in (math.nan, math.inf):
+        with torch.no_grad():
+            model.lm_head.weight[4321, 5] = bad
+        slots = Slots(executor_of(model, monkeypatch))
+        text = text_of([1, 2], temperature=0.0)
+        with pytest.raises(NotNumbers):
+            slots.run({text: 2}, 1)
+            slots.run({text: 1}, 1)
+
+
+def test_models_without_a_screen(monkeypatch):
+    monkeypatch.setattr(weights, 'CACHED', 0)
+    for model, how in ((gpt(n_layer=40), {}), (gpt(tied=False), {}), (gpt().bfloat16(), {}),
+                       (gpt(), dict(weights='int8'))):
+        assert not CPUExecutor(model, **how).packed.is_screened
