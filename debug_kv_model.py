@@ -112,13 +112,6 @@ class GPT(model.GPT):
             block.attn.__class__ = CausalSelfAttention  # same weights, same state; it prints what it does
             block.attn.layer = layer
 
-    def checked_input(self, idx, kv_cache):
-        if tracing() and kv_cache:
-            all_pos = [layer_cache[2] for layer_cache in kv_cache]
-            if all(type(pos) is int for pos in all_pos) and len(set(all_pos)) > 1:
-                alarm('GPT', f"cache_pos differs between layers: {all_pos}")
-        return super().checked_input(idx, kv_cache)
-
     def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
         check_layer(self.config.n_layer)
         if tracing():

@@ -16,8 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import inputs
-from inputs import as_int64, check_append, check_config, check_sampling, checked_prompt
+from inputs import as_int64, check_append, check_config, check_sampling, checked_input, checked_prompt
 from positions import Positions, visible
 
 
@@ -261,10 +260,6 @@ class GPT(nn.Module):
         k = w.new_empty(batch_size, c.n_kv_head, 0, c.head_dim, dtype=dtype)
         return [LayerKVCache.empty_like(k, c.n_slots) for _ in range(c.n_layer)]
 
-    def checked_input(self, idx, kv_cache):
-        """See `inputs.checked_input`."""
-        return inputs.checked_input(self.config, self.lm_head.weight.device, idx, kv_cache)
-
     def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
         """
         Compute the input of lm_head for tokens idx (B, T) at positions (T,) or (B, T), both int64. Checks nothing.
@@ -291,7 +286,7 @@ class GPT(nn.Module):
         default in eval mode without targets. Returns (logits, loss, kv_cache): with targets, logits (B, T, vocab_size)
         and the mean loss in nats; without, logits of the last position, (B, 1, vocab_size), and None.
         """
-        idx, cache_pos = self.checked_input(idx, kv_cache)
+        idx, cache_pos = checked_input(self.config, self.lm_head.weight.device, idx, kv_cache)
         if targets is not None and (targets := as_int64('targets', targets)).shape != idx.shape:
             raise ValueError(f"targets are {tuple(targets.shape)}, but the tokens are {tuple(idx.shape)}")
         if use_cache is None:
