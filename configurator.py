@@ -78,6 +78,8 @@ def what_a_user_can_cause(e):
     out_of_memory = 'out of memory' in text.lower() or "can't allocate memory" in text.lower()
     if isinstance(e, MemoryError) or isinstance(e, RuntimeError) and out_of_memory:
         return "out of memory: try a smaller batch_size, block_size or model"
+    if isinstance(e, OSError) and e.filename and e.strerror and not e.filename2:
+        return f"{e.filename}: {e.strerror}"
     return text if isinstance(e, (ValueError, OSError)) else None
 
 

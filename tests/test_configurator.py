@@ -148,7 +148,7 @@ def test_a_process_that_is_not_the_first_waits_for_it_to_speak(run_and_fail, mon
 
 @pytest.mark.parametrize('error, code, line', [
     (ValueError('two\nlines'), 2, 'script.py: error: two lines'),
-    (FileNotFoundError(2, 'No such file', 'x'), 2, 'No such file'), (MemoryError(), 2, 'out of memory'),
+    (FileNotFoundError(2, 'No such file', 'x'), 2, 'x: No such file'), (MemoryError(), 2, 'out of memory'),
     (RuntimeError('CUDA out of memory. Tried'), 2, 'smaller batch_size'), (KeyboardInterrupt(), 130, ''),
 ])
 def test_errors_end_in_one_line(run_and_fail, capsys, error, code, line):
