@@ -142,11 +142,10 @@ def draft_of(model, name, pool, layers):
 def on_numba(model, batch_size, weights, threads, speculate, draft):
     """The executor on numba, with a draft if there is one. Imported here: numba takes a second to import."""
     from decode.cpu import CPUExecutor
-    if speculate == 'auto' and not draft:
-        n_bytes = sum(p.numel() for p in model.parameters()) * (4 if weights == 'float32' else 2)
-        pays = n_bytes >= DRAFTED_BYTES and batch_size <= DRAFTED_SEQUENCES
-        speculate = DRAFTS.get(weights, 'off') if pays else 'off'
     executor = CPUExecutor(model, weights, threads or None)
+    if speculate == 'auto' and not draft:
+        pays = executor.packed.panels.nbytes >= DRAFTED_BYTES and batch_size <= DRAFTED_SEQUENCES
+        speculate = DRAFTS.get(executor.packed.weights, 'off') if pays else 'off'
     if speculate == 'off' and not draft:
         return executor
     from decode.speculative import Drafting

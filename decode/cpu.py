@@ -15,7 +15,7 @@ from decode.kernel.screening import SCREEN
 from decode.kernel.step import step, team_for, workers
 from decode.kernel.threads import n_cores
 from decode.tables import DrawTable, StepTables, check_layers
-from decode.weights import CACHED, PREFETCHED, WEIGHTS, PackedWeights, check_model, padded
+from decode.weights import CACHED, PREFETCHED, WEIGHTS, PackedWeights, check_model, kept_in, padded
 from device import torch_on_one_thread
 
 BYTES_A_THREAD = 2**22  # of weights, for which the first guess takes one more thread
@@ -36,7 +36,7 @@ class CPUExecutor:
     A model's steps on the CPU.
 
     weights: 'float32', 'bfloat16', 'int8' or 'int4', the type in which they are read. They are packed into a copy of
-        32, 16, 8.25 or 5 bits a weight; the model and its checkpoint stay as they are.
+        32, 16, 8.25 or 5 bits a weight, see `kept_in`; the model and its checkpoint stay as they are.
     threads: how many; by default up to torch's number, as many as a few timed steps show to be fastest, see `choice`.
     layers: the `kvcache.storage.Layer`s of the slots, which `hold` gives it. type_kv: of the keys and values that it
         computes.
@@ -53,15 +53,17 @@ class CPUExecutor:
         if threads is not None and not 1 <= threads <= most:
             raise ValueError(f"threads must be between 1 and the {most} cores of this process, not {threads}")
         check_model(model)
-        c, self.model, self.weights, self.packed = model.config, model, weights, PackedWeights(model, weights)
+        c, self.model, self.weights, self.packed = model.config, model, weights, None
         self.n_threads, self.fixed = threads or min(torch.get_num_threads(), most), threads is not None
         self.most_threads = self.n_threads  # of the tables
-        self.name = (f"numba on the CPU, {weights} weights, {'' if self.fixed or self.n_threads == 1 else 'up to '}"
-                     f"{self.n_threads} thread{'s' * (self.n_threads > 1)}")
         self.vocab_size, self.shape = c.vocab_size, shape_of(c)
         self.layers, self.draws = (), DrawTable(c.vocab_size, self.n_threads)
         compile_beside(DRAW, BESIDE)
         self.pack()
+        kept = self.packed.weights
+        self.name = (f"numba on the CPU, {weights} weights{f' kept in {kept} without loss' * (kept != weights)}, "
+                     f"{'' if self.fixed or self.n_threads == 1 else 'up to '}{self.n_threads} "
+                     f"thread{'s' * (self.n_threads > 1)}")
 
     def refresh(self):
         """Pack the weights of now."""
@@ -75,7 +77,9 @@ class CPUExecutor:
     def pack(self):
         """Pack the weights. ns_packing: nanoseconds that it took."""
         with workers.lock:
-            self.tables, began = None, time.perf_counter_ns()
+            self.tables, began, kept = None, time.perf_counter_ns(), kept_in(self.model, self.weights)
+            if self.packed is None or self.packed.weights != kept:
+                self.packed = PackedWeights(self.model, kept)
             self.packed.fill()
             self.ns_packing = time.perf_counter_ns() - began
 
@@ -83,7 +87,7 @@ class CPUExecutor:
         """Let the steps read and write these `kvcache.storage.Layer`s. ValueError if they cannot."""
         check_layers(layers)
         self.layers, self.tables = layers, None
-        team_for(self.weights, layers[0].k.data.dtype, self.n_threads)
+        team_for(self.packed.weights, layers[0].k.data.dtype, self.n_threads)
         DRAW.compiled  # noqa: B018 (it is compiled here)
         if self.packed.is_screened:
             SCREEN.compiled  # noqa: B018
@@ -243,7 +247,7 @@ class CPUExecutor:
 
     def choice(self, n_rows, is_screened=False):
         """The `StepChoice` for steps of about so many rows, shared by all executors of this shape."""
-        key = self.shape, self.weights, self.n_threads, self.fixed, n_rows.bit_length(), is_screened
+        key = self.shape, self.packed.weights, self.n_threads, self.fixed, n_rows.bit_length(), is_screened
         if key not in choices:
             # for 8 rows, reading the weights is half of the work
             n_bytes = self.packed.panels.nbytes * (1 + n_rows / 8)

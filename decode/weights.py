@@ -212,6 +212,19 @@ def parts_of(w, n, K):
         yield first, part
 
 
+def kept_in(model, weights):
+    """
+    The type in which the packed copy keeps weights: bfloat16 for float32 if all matrices are bfloat16 numbers, as those
+    of most published models are. Then half of the bytes give the same bits, because the kernel widens them.
+    """
+    def is_bfloat16(p):
+        return p.dtype is torch.bfloat16 or not p.is_meta and not any(
+            (rows.view(torch.int32) & 0xffff).any() for rows in p.detach().split(ROWS_AT_ONCE))
+
+    kept = weights == 'float32' and all(is_bfloat16(p) for p in model.parameters() if p.dim() == 2)
+    return 'bfloat16' if kept else weights
+
+
 class PackedWeights:
     """
     A model as the compiled step reads it. `fill` copies its weights, and does so again after they have changed.

@@ -3,6 +3,7 @@ Every executor on every kind of model: the logits of one judge in float64 for an
 the compiled step the same bits, whatever else is in the batch, in whichever slots the keys are, on any number of
 threads. Several steps in a call. What is refused, and what is not a number.
 """
+import copy
 import dataclasses
 import itertools
 import math
@@ -197,6 +198,28 @@ def test_the_judges_logits_for_any_split_into_batches_and_the_same_bits(way, kin
             assert (logits.double() - expected[i, part]).abs().max() < WORST[way] * scale, (i, first)
             assert same is None or torch.equal(logits, same[i][part]), (i, first, len(logits))
         in_any_batches(Slots(executor, layout, seed=seed), all_texts, chooser, check)
+
+
+@pytest.mark.parametrize('kind', MODELS)
+def test_float32_weights_that_are_bfloat16_numbers_take_half_of_the_bytes_and_give_the_same_bits(kind, monkeypatch):
+    model, all_texts = model_of(kind, 3), texts(4, 40, 0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16())
+    monkeypatch.setattr(cpu, 'kept_in', lambda model, weights: weights)
+    expected = alone(wide := CPUExecutor(model), all_texts)
+    monkeypatch.undo()
+    for each in model, copy.deepcopy(model).bfloat16():
+        assert all(map(torch.equal, alone(narrow := CPUExecutor(each), all_texts), expected))
+        assert wide.packed.panels.nbytes == 2 * narrow.packed.panels.nbytes and 'kept in bfloat16' in narrow.name
+        assert 'kept' not in wide.name
+    for value, size in (1 + 2**-20, wide.packed.panels.nbytes), (0.5, wide.packed.panels.nbytes // 2):
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_proj.weight[3, 5] = value
+        narrow.model = model
+        narrow.refresh()  # as after a step of an optimizer
+        assert narrow.packed.panels.nbytes == size
+        assert all(map(torch.equal, alone(narrow, all_texts), alone(CPUExecutor(model), all_texts)))
 
 
 SLIDING = [dict(position=position, n_kv_head=n_kv_head, window=window, n_sink=n_sink)
