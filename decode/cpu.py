@@ -159,6 +159,8 @@ class CPUExecutor:
             refused = step(*tables.addresses, n_threads, workers.address)
             made += (n_drawn := int(tables.sizes[layout.N_DRAWN]))
             self.after_call(refused, choice, began, n_drawn)
+            if n_largest and not tables.sizes[layout.N_LARGEST]:  # the bounds leave too few tokens out
+                self.packed.is_screened, n_largest = False, 0
             ended = bool(tables.sizes[layout.ENDED])
         return tokens[1:made + 1], ended
 

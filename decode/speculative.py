@@ -75,7 +75,7 @@ class Drafting:
         """What `execute_model` returns of a batch, by up to k proposals for each sequence."""
         target, began = self.target, time.perf_counter_ns()
         # in the way of plain steps: a thread that has slept is slow for some milliseconds
-        way = target.choice(len(batch.sequences)).best
+        way = target.choice(len(batch.sequences), target.n_largest(batch.sequences) > 0).best
         try:
             batch.make_copies(target.layers)
             proposals = self.draft.propose(batch, k, way[0])

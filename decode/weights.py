@@ -295,30 +295,33 @@ class PackedWeights:
             layout.EMBEDDINGS: layout.OF_LM_HEAD if of_head else
             layout.BFLOAT16 if wte.dtype is torch.bfloat16 else layout.FLOAT32}
         n_bytes = self.panels.nbytes - int(self.table[-1, layout.FIRST_WEIGHT]) * self.panels.itemsize  # of lm_head
-        self.is_screened = (self.weights == 'float32' and c.tied and wte.dtype is torch.float32
-                            and n_bytes > max(CACHED, self.panels.nbytes * SCREENED))
-        if self.is_screened:
-            self.fill_screen(wte.detach())
+        self.is_screened = (self.weights == 'float32' and model.lm_head.weight is model.transformer.wte.weight
+                            and wte.dtype is torch.float32 and n_bytes > max(CACHED, self.panels.nbytes * SCREENED)
+                            and self.fill_screen(wte.detach()))
 
     def fill_screen(self, w):
-        """Add to the arrays what kernel/screening.py reads of lm_head, w (vocab_size, n_embd)."""
+        """
+        Add to the arrays what kernel/screening.py reads of lm_head, w (vocab_size, n_embd). Returns whether its bounds
+        hold: they do not for weights that are NaN, or so large that a bound might be infinite.
+        """
         (n, K), of_head = (padded(len(w), SHEET * LANES), int(self.table[-1, layout.N_INPUTS])), self.table.copy()
-        panels, errors = aligned(n * K // GROUP * ELEMENTS[I8], np.int8), aligned(n, np.float32)
-        norms, of_head[-1, layout.FIRST_WEIGHT] = np.zeros(n, np.float32), 0
+        panels, errors, norms = aligned(n * K // GROUP * ELEMENTS[I8], np.int8), *aligned((2, n), np.float32)
+        of_head[-1, layout.FIRST_WEIGHT] = of_head[-1, layout.PREFETCH_DISTANCE] = 0
 
         def fill(first_and_part):
             first, part = first_and_part
             whole, scale = quantise(part)
             rounded = (whole.unflatten(1, (-1, GROUP)) * scale[..., None]).flatten(1)
-            rest = torch.linalg.vector_norm(part - rounded, dim=1) + 1e-16  # squares below 1e-38 are 0
-            errors[first:first + len(part)] = rest * (1 + 1e-5)
-            norms[first:first + len(part)] = (torch.linalg.vector_norm(part, dim=1) + rest) * (1 + 1e-5)
+            rest, size = (torch.linalg.vector_norm(v, dim=1, dtype=torch.float64) for v in (part - rounded, part))
+            errors[first:first + len(part)] = rest * (1 + 1e-6)
+            norms[first:first + len(part)] = (size + rest) * (1 + 1e-6)
             start, end = (r * K // GROUP * ELEMENTS[I8] for r in (first, first + len(part)))
             pack_int8(torch.from_numpy(panels[start:end].view(np.uint8)), whole, scale)
         side_by_side(fill, parts_of(w, n, K))
         self.arrays |= {layout.SCREEN_PANELS: panels, layout.SCREEN_LINEARS: of_head, layout.SCREEN_ERRORS: errors,
-                        layout.SCREEN_NORM: norms.max(keepdims=True),
+                        layout.SCREEN_NORMS: norms,
                         layout.SCREEN_LOGITS: aligned((2 * layout.SCREENED_ROWS, len(w)), np.float32)}
+        return bool(norms.max() < layout.LARGEST_NORM)
 
     @torch.no_grad()
     def fill_linear(self, linear):

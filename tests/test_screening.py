@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_executors import TWO, Slots, Text
 
+import decode
 from decode import weights
 from decode.batch import NotNumbers
 from decode.cpu import CPUExecutor
@@ -86,7 +87,7 @@ def test_the_largest_logits_have_the_bits_of_all_and_none_of_them_is_left_out(
         assert torch.equal(some[kept], every[kept])
         least = every.topk(n_largest).values[:, -1:]
         assert (kept | (every < least)).all()
-        if changed is WEIGHTS[0]:
+        if changed not in (rows_alike, rows_nearly_alike, tiny):
             assert (kept.sum(dim=1) < 4 * n_largest + 40).all()  # most are left out
 
 
@@ -123,14 +124,72 @@ def test_weights_that_change_and_weights_that_are_no_numbers(monkeypatch):
     after = Engine(model, executor_of(model, monkeypatch, False)).generate([[1, 2]], 20, temperature=0.0)
     monkeypatch.setattr(weights, 'CACHED', 0)
     assert engine.generate([[1, 2]], 20, temperature=0.0) == after != before
-    for bad in (math.nan, math.inf):
-        with torch.no_grad():
-            model.lm_head.weight[4321, 5] = bad
-        slots = Slots(executor_of(model, monkeypatch))
-        text = text_of([1, 2], temperature=0.0)
-        with pytest.raises(NotNumbers):
-            slots.run({text: 2}, 1)
-            slots.run({text: 1}, 1)
+
+
+@pytest.mark.parametrize('bad', [math.nan, math.inf])
+def test_logits_that_are_not_numbers(bad, monkeypatch):
+    model = gpt(4)
+    with torch.no_grad():
+        model.lm_head.weight[4321, 5] = bad
+    monkeypatch.setattr(weights, 'CACHED', 0)
+    executor = CPUExecutor(model)
+    assert not executor.packed.is_screened  # its bounds would say nothing
+    with torch.no_grad():
+        model.lm_head.weight[4321, 5] = 0.0
+        model.transformer.ln_f.weight[3] = bad
+    executor = executor_of(model, monkeypatch)
+    slots, text = Slots(executor), text_of([1], temperature=0.0)
+    assert executor.n_largest([text]) == 1
+    with pytest.raises(NotNumbers):
+        slots.run({text: 1}, 1)
+
+
+def test_weights_of_which_too_few_are_left_out(monkeypatch):
+    """Later steps, of the same call too, compute all logits, until weights change."""
+    model = gpt(5)
+    with torch.no_grad():
+        rows_nearly_alike(model.lm_head.weight)
+    executor = executor_of(model, monkeypatch)
+    tokens = Engine(model, executor).generate([[1, 2], [3]], 20, top_k=9)
+    assert not executor.packed.is_screened
+    assert tokens == Engine(model, executor_of(model, monkeypatch, False)).generate([[1, 2], [3]], 20, top_k=9)
+    monkeypatch.setattr(weights, 'CACHED', 0)
+    executor.refresh()
+    assert executor.packed.is_screened
+
+
+def test_an_lm_head_that_is_no_longer_the_embedding(monkeypatch):
+    """The config may still say that it is."""
+    model = gpt(6)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().roll(7, 0))
+    assert model.config.tied
+    monkeypatch.setattr(weights, 'CACHED', 0)
+    executor, prompt = CPUExecutor(model), torch.tensor([[5, 6, 7]])
+    expected = model.eval().generate(prompt, 12, temperature=0.0)[0].tolist()
+    assert Engine(model, executor).generate([[5, 6, 7]], 12, temperature=0.0)[0] == expected
+
+
+def test_weights_without_bounds(monkeypatch):
+    model = gpt(7)
+    with torch.no_grad():
+        model.lm_head.weight[9] *= 1e21
+        model.transformer.ln_f.weight *= 1e-12
+    monkeypatch.setattr(weights, 'CACHED', 0)
+    executor = CPUExecutor(model)
+    assert not executor.packed.is_screened
+    found = Engine(model, executor).generate([[1, 2]], 9, temperature=0.0)
+    monkeypatch.setattr(weights, 'CACHED', math.inf)
+    assert found == Engine(model, CPUExecutor(model)).generate([[1, 2]], 9, temperature=0.0)
+
+
+def test_rounds_with_drafts_take_the_way_of_screened_steps(monkeypatch):
+    model, asked = gpt(8), []
+    monkeypatch.setattr(weights, 'CACHED', 0)
+    executor = decode.best(model, 1, speculate='ngram')
+    choice = executor.target.choice
+    monkeypatch.setattr(executor.target, 'choice', lambda *how: asked.append(how) or choice(*how))
+    Engine(model, executor).generate([[1, 2, 1, 2]], 40, temperature=0.0)
+    assert (1, True) in asked and (1, False) not in asked and (1,) not in asked
 
 
 def test_models_without_a_screen(monkeypatch):

@@ -11,6 +11,7 @@ SUMMED_ROWS = 48  # rows whose sums with a sheet a thread keeps at a time
 KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
 EIGHT = 8         # sums of weighted values, each of every eighth key, see attention.py
 SCREENED_ROWS = 4  # a step of more rows computes all logits, see screening.py
+LARGEST_NORM = 1e15  # of rows for which its bounds are finite
 
 # sizes: of the model
 (N_LAYER, N_HEAD, N_KV_HEAD, HEAD_DIM, N_EMBD, VOCAB_SIZE,
@@ -32,7 +33,8 @@ SCREENED_ROWS = 4  # a step of more rows computes all logits, see screening.py
  N_DRAWN,        # result: after how many steps tokens were drawn
  ENDED,          # result: how many threads' draws have returned 0
  DRAW_NS,        # result: nanoseconds that the draws took
- N_LARGEST,      # of each row only so many of the largest logits are wanted, see screening.py; 0: all
+ N_LARGEST,      # of each row only so many of the largest logits are wanted; 0: all, as after a step of a call whose
+                 # bounds left too few tokens out, see screening.py
  LOGITS_STEP,    # bytes from the logits of a step to those of the next one; 0: each step writes over the last one's
  # of the stored keys and values: those of head h begin at slot * SLOT_STRIDE + h * HEAD_STRIDE
  N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(29)
@@ -54,7 +56,7 @@ FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
  SCREEN,        # the C function for the N_LARGEST logits, see screening.py, and what it reads:
  SCREEN_PANELS, SCREEN_LINEARS,  # lm_head in int8; LINEARS, where lm_head begins in these panels
  SCREEN_ERRORS, # float32 (vocab_size,): the norm of what int8 leaves of each of its rows
- SCREEN_NORM,   # float32 (1,): none of its rows has a larger norm, in int8 or not
+ SCREEN_NORMS,  # float32 (vocab_size,): no smaller than that of the row, in int8 or not
  SCREEN_LOGITS, # float32 (2 * SCREENED_ROWS, vocab_size): scratch
  KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales
  OFFSETS,       # int64: slot * slot_stride of all keys that each sequence sees, in the order of positions, see step.py

@@ -9,7 +9,7 @@ logit w x from its row w in int8, w8, and from x in int8, x8, is off by at most
 
 (Cauchy and Schwarz), and by rounding. Tokens whose logits are surely below the k-th largest are left out. Those of the
 others, some 4 for the largest logit and 500 for top_k=200, are computed from the model's own rows, each in the order of
-`linears`. So the same tokens are drawn.
+`linears`. So the same tokens are drawn. Where the bounds leave too few tokens out, later steps compute all logits.
 
 x8 is the sum of two rows in int8, the second one of what the first leaves. Both are multiplied in one pass over the
 weights, and what is then left of x hardly matters.
@@ -31,7 +31,7 @@ from decode.kernel.step import thread_scratch
 from decode.kernel.threads import barrier, claim
 from decode.kernel.vectors import constant, floats, fma, load_until, padded, splat, store, store_until, sum_lanes
 
-INT8 = np.zeros(0, np.int8)
+INT8, MOST = np.zeros(0, np.int8), 8  # one of MOST rows of lm_head takes longer than all of them by `linears`
 
 
 @instruction(floats)
@@ -79,32 +79,38 @@ def find_bounds(memory, sizes, r, x):
     V, R, K = sizes[layout.VOCAB_SIZE], sizes[layout.N_WANTED], padded(sizes[layout.N_EMBD], GROUP)
     products, errors = memory[layout.SCREEN_LOGITS], floats_at(memory[layout.SCREEN_ERRORS])
     low, high = floats_at(products + 4 * r * V), floats_at(products + 4 * (R + r) * V)
-    size, largest = norm(x, r * K, K), floats_at(memory[layout.SCREEN_NORM])[0]
-    # a sum of K products is off by at most K / 2 ** 23 of the norms in any order, and there are few other roundings
-    rest = largest * (norm(x, (R + r) * K, K) + (K + 64) * 2.0**-23 * size)
-    of_error, of_rest = splat(np.float32(size)), splat(np.float32(rest))
+    norms, size = floats_at(memory[layout.SCREEN_NORMS]), norm(x, r * K, K)
+    # each of the two sums of K products is off by at most K / 2 ** 24 of the norms, in any order; the scales of groups
+    # and the bounds themselves are rounded a few times more; and a product of tiny numbers may be 0
+    rest, least = norm(x, (R + r) * K, K) + (K + 64) * 2.0**-23 * size, constant(1e-30)
+    of_error, of_norm = splat(np.float32(size)), splat(np.float32(rest))
     for i in range(0, V, LANES):
-        v, off = load_until(low, i, V) + load_until(high, i, V), fma(load_until(errors, i, V), of_error, of_rest)
+        v = load_until(low, i, V) + load_until(high, i, V)
+        off = fma(load_until(errors, i, V), of_error, fma(load_until(norms, i, V), of_norm, least))
         store_until(low, i, v - off, V)
         store_until(high, i, v + off, V)
     return low, high
 
 
 @njit
-def screen_row(memory, sizes, r, x, own, sums):
+def screen_row(memory, sizes, r, n_largest, x, own, sums):
     """
-    Write the logits of row r that may be among its largest, and -inf for the others. Returns whether these logits are
+    Write the logits of row r that may be among the n_largest, and -inf for the others. Returns whether these logits are
     finite. own: the address of this thread's scratch for draws. sums: LANES numbers.
     """
     V, C, K = sizes[layout.VOCAB_SIZE], sizes[layout.N_EMBD], padded(sizes[layout.N_EMBD], GROUP)
     peaks, values, masses = (floats_at(own + 8 * V * sampling.WEIGHTS), floats_at(own + 8 * V * sampling.VALUES),
                              floats_at(own + 8 * V * sampling.MASSES))
     tokens, logits = longs_at(own + 8 * V * sampling.TOKENS), floats_at(memory[layout.LOGITS] + 4 * V * r)
+    if not norm(x, r * K, K) < layout.LARGEST_NORM:
+        return False
     low, high = find_bounds(memory, sizes, r, x)
     find_peaks(low, V, peaks)
-    least = kth_largest(low, V, peaks, sizes[layout.N_LARGEST], tokens, values, masses)
+    least = kth_largest(low, V, peaks, n_largest, tokens, values, masses)
     find_peaks(high, V, peaks)
     found = gather(high, V, peaks, least, tokens, values)
+    if found > V // MOST:
+        sizes[layout.N_LARGEST] = 0
     for i in range(0, V, LANES):
         store_until(logits, i, constant(-math.inf), V)
     for i in range(found, padded(found, LANES)):
@@ -123,6 +129,7 @@ def screen(memory_at, sizes_at, thread, n_threads, _):
     """This thread's part of the logits of a step, whose rows are in its scratch after the last norm."""
     memory, sizes = longs_at(memory_at), longs_at(sizes_at)
     R, V, K = sizes[layout.N_WANTED], sizes[layout.VOCAB_SIZE], padded(sizes[layout.N_EMBD], GROUP)
+    n_largest = sizes[layout.N_LARGEST]
     scratch, team = thread_scratch(memory, thread, thread), Team(thread, n_threads, longs_at(memory[layout.CLAIMS]))
     linears = Linears(pointer_like(INT8, memory[layout.SCREEN_PANELS]), floats_at(memory[layout.BIAS]),
                       longs_at(memory[layout.SCREEN_LINEARS]))
@@ -135,7 +142,7 @@ def screen(memory_at, sizes_at, thread, n_threads, _):
     barrier(longs_at(memory[layout.BARRIER]), n_threads)
     if sizes[layout.NOT_NUMBERS] == 0:
         for r in range(thread, R, n_threads):
-            if not screen_row(memory, sizes, r, x, own, scratch.sums):
+            if not screen_row(memory, sizes, r, n_largest, x, own, scratch.sums):
                 claim(sizes, layout.NOT_NUMBERS)
     return 0
 
