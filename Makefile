@@ -70,7 +70,7 @@ ON_ARM := $(ARM)=neoverse-n1 .arm/bin/python
 arm: .arm/stamp
 	$(ARM)=a64fx .arm/bin/python -m pytest tests/test_linears.py
 	$(ON_ARM) -m pytest --durations=10 $(addprefix tests/test_,linears.py threads.py golden.py engine.py executors.py \
-	    draw.py storage.py)
+	    screening.py draw.py storage.py)
 	test -f data/shakespeare_char/train.bin || $(ON_ARM) data/shakespeare_char/prepare.py
 	$(ON_ARM) train.py config/train_shakespeare_char.py --out_dir=out-arm \
 	    --batch_size=2 --block_size=64 --max_iters=20 --eval_interval=20 --eval_iters=1

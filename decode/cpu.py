@@ -60,10 +60,13 @@ class CPUExecutor:
         self.layers, self.draws = (), DrawTable(c.vocab_size, self.n_threads)
         compile_beside(DRAW, BESIDE)
         self.pack()
-        kept = self.packed.weights
-        self.name = (f"numba on the CPU, {weights} weights{f' kept in {kept} without loss' * (kept != weights)}, "
-                     f"{'' if self.fixed or self.n_threads == 1 else 'up to '}{self.n_threads} "
-                     f"thread{'s' * (self.n_threads > 1)}")
+
+    @property
+    def name(self):
+        kept, up_to = self.packed.weights, '' if self.fixed or self.n_threads == 1 else 'up to '
+        how = f" kept in {kept} without loss" if kept != self.weights else ''
+        return (f"numba on the CPU, {self.weights} weights{how}, {up_to}{self.n_threads} "
+                f"thread{'s' * (self.n_threads > 1)}")
 
     def refresh(self):
         """Pack the weights of now."""
@@ -142,8 +145,8 @@ class CPUExecutor:
         follow?)
         """
         sequences, R, made = [batch.sequences[i] for i in going], len(going), 0
-        n_largest = 0 if any(batch.logprobs) else self.n_largest(sequences)
-        tables, tokens = self.tables_for(2 * R if n_largest else R, R), np.empty((n + 1, R), np.int64)
+        n_largest = self.n_largest(sequences, batch.logprobs)
+        tables, tokens = self.tables_for(R, R), np.empty((n + 1, R), np.int64)
         tokens[0] = newest
         tables.describe(tokens.ctypes.data, batch.positions[going] + done, np.arange(R + 1), sequences, np.arange(R))
         tables.memory[layout.LOGITS] = logits.data_ptr()
@@ -164,9 +167,9 @@ class CPUExecutor:
             ended = bool(tables.sizes[layout.ENDED])
         return tokens[1:made + 1], ended
 
-    def n_largest(self, sequences):
+    def n_largest(self, sequences, logprobs):
         """How many of the largest logits the next step of these sequences computes; 0: all. See kernel/screening.py."""
-        if not self.packed.is_screened or len(sequences) > layout.SCREENED_ROWS:
+        if not self.packed.is_screened or len(sequences) > layout.SCREENED_ROWS or any(logprobs):
             return 0
         n = max(s.settings.n_largest for s in sequences)
         return n if n <= self.vocab_size // PER_PEAK else 0

@@ -41,9 +41,12 @@ class Drafting:
     def __init__(self, target, draft):
         self.target, self.draft = target, drafts.draft_for(draft, target)
         self.paces = defaultdict(lambda: Pace(self.draft.cost))
-        self.name = f"{target.name}, drafts by {self.draft.name}"
         self.model, self.layers, self.type_kv = target.model, target.layers, target.type_kv
         self.torch_on_one_thread = target.torch_on_one_thread
+
+    @property
+    def name(self):
+        return f"{self.target.name}, drafts by {self.draft.name}"
 
     def hold(self, layers):
         """Let the steps of target and draft read and write these `kvcache.storage.Layer`s."""
@@ -75,7 +78,7 @@ class Drafting:
         """What `execute_model` returns of a batch, by up to k proposals for each sequence."""
         target, began = self.target, time.perf_counter_ns()
         # in the way of plain steps: a thread that has slept is slow for some milliseconds
-        way = target.choice(len(batch.sequences), target.n_largest(batch.sequences) > 0).best
+        way = target.choice(len(batch.sequences), target.n_largest(batch.sequences, batch.logprobs) > 0).best
         try:
             batch.make_copies(target.layers)
             proposals = self.draft.propose(batch, k, way[0])

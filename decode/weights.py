@@ -214,8 +214,8 @@ def parts_of(w, n, K):
 
 def kept_in(model, weights):
     """
-    The type in which the packed copy keeps weights: bfloat16 for float32 if all matrices are bfloat16 numbers, as those
-    of most published models are. Then half of the bytes give the same bits, because the kernel widens them.
+    The type in which the packed copy keeps weights: bfloat16 for float32 if all weights of the matrices in memory are
+    bfloat16 numbers, as in most published models. Half of the bytes then give the same bits: the kernel widens them.
     """
     def is_bfloat16(p):
         return p.dtype is torch.bfloat16 or not p.is_meta and not any(

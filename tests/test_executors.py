@@ -218,7 +218,7 @@ def test_float32_weights_that_are_bfloat16_numbers_take_half_of_the_bytes_and_gi
             model.transformer.h[1].mlp.c_proj.weight[3, 5] = value
         narrow.model = model
         narrow.refresh()  # as after a step of an optimizer
-        assert narrow.packed.panels.nbytes == size
+        assert narrow.packed.panels.nbytes == size and ('kept in bfloat16' in narrow.name) == (value == 0.5)
         assert all(map(torch.equal, alone(narrow, all_texts), alone(CPUExecutor(model), all_texts)))
 
 

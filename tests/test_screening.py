@@ -107,7 +107,7 @@ def test_when_all_logits_are_computed(monkeypatch):
     executor = executor_of(gpt(), monkeypatch)
 
     def n_largest(*settings):
-        return executor.n_largest([text_of([1], **s) for s in settings])
+        return executor.n_largest([text_of([1], **s) for s in settings], [False])
     assert n_largest(dict(temperature=0.0), dict(top_k=7)) == 7
     assert n_largest(dict(temperature=0.0)) == 1
     for other in (dict(top_k=0), dict(top_k=V // 64 + 1), dict(top_k=7, presence_penalty=0.1),
@@ -140,7 +140,7 @@ def test_logits_that_are_not_numbers(bad, monkeypatch):
         model.transformer.ln_f.weight[3] = bad
     executor = executor_of(model, monkeypatch)
     slots, text = Slots(executor), text_of([1], temperature=0.0)
-    assert executor.n_largest([text]) == 1
+    assert executor.n_largest([text], [False]) == 1 and executor.n_largest([text], [True]) == 0
     with pytest.raises(NotNumbers):
         slots.run({text: 1}, 1)
 
@@ -181,6 +181,15 @@ def test_weights_without_bounds(monkeypatch):
     found = Engine(model, executor).generate([[1, 2]], 9, temperature=0.0)
     monkeypatch.setattr(weights, 'CACHED', math.inf)
     assert found == Engine(model, CPUExecutor(model)).generate([[1, 2]], 9, temperature=0.0)
+
+
+def test_inputs_without_bounds(monkeypatch):
+    model = gpt(7)
+    with torch.no_grad():
+        model.transformer.ln_f.weight *= 1e18
+    found = [Engine(model, executor_of(model, monkeypatch, screened)).generate([[1, 2], [3]], 9, temperature=0.0)
+             for screened in (True, False)]
+    assert found[0] == found[1]
 
 
 def test_rounds_with_drafts_take_the_way_of_screened_steps(monkeypatch):

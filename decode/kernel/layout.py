@@ -10,7 +10,7 @@ SHEET = 4         # panels of weights that are side by side, see linears.py
 SUMMED_ROWS = 48  # rows whose sums with a sheet a thread keeps at a time
 KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
 EIGHT = 8         # sums of weighted values, each of every eighth key, see attention.py
-SCREENED_ROWS = 4  # a step of more rows computes all logits, see screening.py
+SCREENED_ROWS = 4  # a step of more rows computes all logits, see screening.py; all tables have room for twice as many
 LARGEST_NORM = 1e15  # of rows for which its bounds are finite
 
 # sizes: of the model

@@ -102,13 +102,16 @@ def screen_row(memory, sizes, r, n_largest, x, own, sums):
     peaks, values, masses = (floats_at(own + 8 * V * sampling.WEIGHTS), floats_at(own + 8 * V * sampling.VALUES),
                              floats_at(own + 8 * V * sampling.MASSES))
     tokens, logits = longs_at(own + 8 * V * sampling.TOKENS), floats_at(memory[layout.LOGITS] + 4 * V * r)
-    if not norm(x, r * K, K) < layout.LARGEST_NORM:
-        return False
-    low, high = find_bounds(memory, sizes, r, x)
-    find_peaks(low, V, peaks)
-    least = kth_largest(low, V, peaks, n_largest, tokens, values, masses)
-    find_peaks(high, V, peaks)
-    found = gather(high, V, peaks, least, tokens, values)
+    if norm(x, r * K, K) < layout.LARGEST_NORM:
+        low, high = find_bounds(memory, sizes, r, x)
+        find_peaks(low, V, peaks)
+        least = kth_largest(low, V, peaks, n_largest, tokens, values, masses)
+        find_peaks(high, V, peaks)
+        found = gather(high, V, peaks, least, tokens, values)
+    else:
+        found = V
+        for i in range(V):
+            tokens[i] = i
     if found > V // 8:  # rows here and there take longer than all of them in order
         sizes[layout.N_LARGEST] = 0
     for i in range(0, V, LANES):
