@@ -91,7 +91,7 @@ def rank():
 def leave_it_to_the_first_process(patience=10.0):
     """
     Wait until torchrun ends this process, as it does if process 0 has failed too, which then prints the error for all.
-    It returns after `patience` seconds if process 0 has not failed. This process then prints its own error.
+    If process 0 does not fail within `patience` seconds, it returns, and this process prints its own error.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(patience)

@@ -101,8 +101,8 @@ def checked_input(config, device, idx, kv_cache):
     if len(kv_cache) != c.n_layer:
         raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {c.n_layer}")
     if any(len(layer_cache) != 3 for layer_cache in kv_cache):
-        raise ValueError("a layer's cache must be a tuple of 3 (k_cache, v_cache, cache_pos), and tuples of "
-                         f"{sorted({*map(len, kv_cache)})} came: begin with empty_cache()")
+        raise ValueError("each layer's cache must be a tuple of 3, (k_cache, v_cache, cache_pos), but tuples with "
+                         f"{sorted({*map(len, kv_cache)})} items came: begin with empty_cache()")
     (first, _, given), shape = kv_cache[0], (len(idx), c.n_kv_head, c.n_slots, c.head_dim)
     cache_pos, expected = checked_cache_pos(c, device, given, *idx.shape), (shape, first.dtype, idx.device)
     for layer, (k_cache, v_cache, pos) in enumerate(kv_cache):
