@@ -4,7 +4,6 @@ The executor for GPUs: the step of step.py, recorded as CUDA graphs.
 A graph is recorded for each number of rows in BUCKETS. A step of other numbers is padded with rows that write nothing,
 one of more rows is several.
 """
-from collections import deque
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from decode.gpu.step import Step
 from decode.gpu.tables import BROKEN, MOST_STEPS, STOPS, CallTable
 
 BUCKETS = 8, 16, 32, 64, 128, 192, 256  # numbers of rows of a graph
-AT_ONCE, GROUPS = 4, 2  # steps of a group, which are launched together; groups under way at a time, at most
+AT_ONCE = 4  # steps of a group, which are launched together; two groups are under way at a time, at most
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
 
 
@@ -154,28 +153,22 @@ class GPUExecutor:
         rows = self.load(batch.sequences, np.ones(S, np.int64), batch.tokens, batch.positions, limits)
         self.table.draw(rows, limits)
         self.table.send()
-        drawn, launched, landed = self.table.inputs.drawn[:, :S].numpy(), 0, 0
-        ended, waiting = False, deque()
+        drawn, launched, events = self.table.inputs.drawn[:, :S].numpy(), 0, []
         try:
-            while landed < launched or not ended and launched < n_steps:
-                while not ended and launched < n_steps and len(waiting) < GROUPS:
-                    n = min(AT_ONCE, n_steps - launched)
-                    for _ in range(n):
-                        graph.replay()
-                    launched += n
-                    waiting.append((launched, self.queue.event()))
-                first, (landed, event) = landed, waiting.popleft()
-                event.synchronize()
-                ended |= bool((drawn[first:landed] >= STOPS).any()) or batch.is_late()
+            while launched < n_steps:
+                landed, launched = launched, min(launched + AT_ONCE, n_steps)
+                for _ in range(landed, launched):
+                    graph.replay()
+                events.append(self.queue.event())
+                if landed:  # one group is under way while the host waits for the one before
+                    events[-2].synchronize()
+                    if (drawn[:landed] >= STOPS).any() or batch.is_late():
+                        break
+            events[-1].synchronize()
         except BaseException:
             self.queue.synchronize()  # the caller may free slots that steps under way still write
             raise
-        check_drawn(drawn[:landed])
-        counts = (drawn[:landed] >= 0).sum(0).tolist()  # what is nothing is behind the end
-        found = [tokens[:n] for tokens, n in zip((drawn[:landed].T % STOPS).tolist(), counts)]
-        for row, of_row in zip(rows, found):
-            row.n_counted = row.sequence.n_drawn + len(of_row)
-        return [SequenceOutput(of_row) for of_row in found]
+        return [SequenceOutput(tokens) for tokens in self.tokens_of(rows, launched)]
 
     def drawn(self, sequences, logits):
         """The next token of each sequence, a list, drawn from its row of logits."""
@@ -189,18 +182,19 @@ class GPUExecutor:
             self.step.logits[:n] = logits[start:start + n]  # a draw changes its own
             graph.replay()
             self.queue.event().synchronize()
-            drawn = self.table.inputs.drawn[0, :n].numpy()
-            check_drawn(drawn)
-            tokens += (drawn % STOPS).tolist()
-            for row in rows:
-                row.n_counted = row.sequence.n_drawn + 1
+            tokens += [token for token, in self.tokens_of(rows, 1)]
         return tokens
 
-
-def check_drawn(drawn):
-    """`NotNumbers` if a row had logits that are no numbers."""
-    if (drawn == BROKEN).any():
-        raise NotNumbers
+    def tokens_of(self, rows, n_steps):
+        """What each of these `Row`s has drawn in so many steps, lists. `NotNumbers` if one had logits that are none."""
+        drawn = self.table.inputs.drawn[:n_steps, :len(rows)].numpy()
+        if (drawn == BROKEN).any():
+            raise NotNumbers
+        counts = (drawn >= 0).sum(0).tolist()  # what is nothing is behind the end
+        found = [tokens[:n] for tokens, n in zip((drawn.T % STOPS).tolist(), counts)]
+        for row, tokens in zip(rows, found):
+            row.n_counted = row.sequence.n_drawn + len(tokens)
+        return found
 
 
 def kernels():
