@@ -193,7 +193,7 @@ class GPUExecutor:
         counts = (drawn >= 0).sum(0).tolist()  # what is nothing is behind the end
         found = [tokens[:n] for tokens, n in zip((drawn.T % STOPS).tolist(), counts)]
         for row, tokens in zip(rows, found):
-            row.n_counted = row.sequence.n_drawn + len(tokens)
+            row.marked = row.sequence.settings, row.sequence.n_drawn + len(tokens)
         return found
 
 

@@ -44,14 +44,13 @@ class Columns(namedtuple('Columns', 'sinks ring n_columns n_splits')):
 class Row:
     """
     A row of the tables on the device, and what is there of a sequence: the slots of its `Runs` for the sinks and all
-    later tokens up to position until - 1; the marks and biases of its settings; and in the marks how often it has drawn
-    which token, of n_counted tokens, -1 if that is not known.
+    later tokens up to position until - 1; and the marks and biases of its settings, after so many drawn tokens:
+    marked has both, or is None while that is not known.
     """
-    __slots__ = 'number', 'sequence', 'runs', 'until', 'settings', 'n_counted'
+    __slots__ = 'number', 'sequence', 'runs', 'until', 'marked'
 
     def __init__(self, number, sequence):
-        self.number, self.sequence, self.runs, self.until = number, sequence, None, 0
-        self.settings, self.n_counted = None, -1
+        self.number, self.sequence, self.runs, self.until, self.marked = number, sequence, None, 0, None
 
 
 class Rows:

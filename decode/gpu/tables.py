@@ -83,22 +83,18 @@ class CallTable:
         host['sequences'][:n], host['sequences'][n:] = [row.number for row in rows], -1
         host['numbers'][:n] = [row.sequence.n_drawn for row in rows]
         host['left'][:n], host['left'][n:] = limits, 0
-        if new := [row for row in rows if row.settings is not row.sequence.settings]:
+        if new := [row for row in rows if row.marked != (row.sequence.settings, row.sequence.n_drawn)]:
             self.renew(new)
-        for row, s, settings in [(row, row.sequence, row.sequence.settings) for row in rows]:
-            if settings.penalised and row.n_counted != s.n_drawn:
-                settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
-                marks = settings.counts + np.where(settings.in_prompt, IN_PROMPT, 0)
-                marks[settings.stop_ids] += IS_STOP
-                self.queue.send(self.inputs.marks[row.number], torch.from_numpy(marks))
-            if settings.allowed is not None:  # a bitmap, which is another one for each draw
-                biases = np.where(settings.forbidden(), -np.inf, 0.0)
-                biases[settings.bias_tokens] += settings.biases
+        for row in rows:
+            s = row.sequence.settings
+            if s.allowed is not None:  # a bitmap, which is another one for each draw
+                biases = np.where(s.forbidden(), -np.inf, 0.0)
+                biases[s.bias_tokens] += s.biases
                 self.queue.send(self.inputs.biases[row.number], torch.from_numpy(biases))
-            row.n_counted = -1  # until the call has ended well: the device counts as it goes
+            row.marked = None  # until the call has ended well: the device counts as it goes
 
     def renew(self, rows):
-        """Write the marks of stop tokens and the biases of `Row`s with new settings, and 0 for all other tokens."""
+        """Write the marks and the biases of `Row`s, and 0 for all other tokens. Only penalties read the counts."""
         of_rows = [(row.number, row.sequence.settings) for row in rows]
         for table, new in (
                 (self.inputs.marks, [(number, s.stop_ids, [IS_STOP] * len(s.stop_ids)) for number, s in of_rows]),
@@ -110,5 +106,9 @@ class CallTable:
                 at = np.repeat(numbers, list(map(len, tokens))) * table.size(1) + np.concatenate(tokens)
                 if len(at):
                     self.queue.put(table, at, np.concatenate(values))
-        for row in rows:  # once all is written
-            row.settings, row.n_counted = row.sequence.settings, -1
+        for row, sequence, s in [(row, row.sequence, row.sequence.settings) for row in rows]:
+            if s.penalised:
+                s.count(sequence.tokens[len(sequence.tokens) - sequence.n_drawn:])
+                marks = s.counts + np.where(s.in_prompt, IN_PROMPT, 0)
+                marks[s.stop_ids] += IS_STOP
+                self.queue.send(self.inputs.marks[row.number], torch.from_numpy(marks))
