@@ -37,12 +37,9 @@ class Queue:
         target.copy_(self.pinned(source.to(target.dtype)), non_blocking=True)
 
     def put(self, table, at, values):
-        """Begin to write numbers of 4 bytes, a list or array (n,), at places of a tensor of the device. One copy."""
-        n = len(at)
-        both = np.empty(n + (n + 1) // 2, np.int64)
-        both[:n], both[n:].view(str(table.dtype).removeprefix('torch.'))[:n] = at, values
-        both = self.pinned(torch.from_numpy(both)).to(table.device, non_blocking=True)
-        table.view(-1).index_copy_(0, both[:n], both[n:].view(table.dtype)[:n])
+        """Begin to write numbers, a list or array (n,), at places of a tensor of the device. One copy."""
+        at, values = self.pinned(torch.from_numpy(np.stack((at, values)))).to(table.device, non_blocking=True)
+        table.view(-1).index_copy_(0, at.long(), values.to(table.dtype))
 
     def event(self):
         """An event behind all that was begun. Its `synchronize` waits until that is done."""
