@@ -125,7 +125,7 @@ class Direct(Queue):
     def __init__(self):
         super().__init__('cpu')
 
-    def record(self, step):
+    def record(self, step, other=None):
         return SimpleNamespace(replay=step)
 
     def pinned(self, tensor):

@@ -70,7 +70,6 @@ class GPUExecutor:
             torch.cuda.synchronize(self.table.memory.device)
         # once none of them runs, and all together: they share memory of the libraries they call
         self.step, self.graphs = None, {}
-        self.queue.forget()
         if self.layers:
             self.step = Step(self.functions, self.model, self.slots.columns, self.layers, self.most_sequences)
 
@@ -107,7 +106,7 @@ class GPUExecutor:
             inputs.sequences.fill_(-1)  # what is run to be recorded writes nothing
             inputs.left.fill_(0)
             inputs.step.fill_(0)  # that of the last call may be past the last row of `drawn`
-            self.graphs[kind, R] = self.queue.record(run)
+            self.graphs[kind, R] = self.queue.record(run, next(iter(self.graphs.values()), None))
         return self.graphs[kind, R]
 
     def prepare(self, progress=lambda graphs: graphs):

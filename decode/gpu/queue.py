@@ -1,32 +1,28 @@
 """What a device does one after the other: recorded steps, copies, and events for which the host waits."""
 from contextlib import suppress
+from functools import cached_property
 
 import numpy as np
 import torch
 
 
 class Queue:
-    """
-    The current stream of a CUDA device. All recordings share one pool of memory and one stream, as no two run at the
-    same time. A pool ends with the last graph that was recorded in it, and must not be used again: see `forget`.
-    """
+    """The current stream of a CUDA device. Recordings share one stream and memory, as no two run at the same time."""
 
     def __init__(self, device):
-        self.device, self.pool, self.stream = device, None, None
+        self.device = device
 
-    def record(self, step):
-        """A CUDA graph of step(), with a `replay`. The step is run once before."""
-        if self.pool is None:
-            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-        try:
-            return captured(step, self.pool, self.stream)
-        except BaseException:
-            self.forget()  # if it was the first recording, its pool has ended
-            raise
+    @cached_property
+    def stream(self):
+        """That of recordings."""
+        return torch.cuda.Stream(self.device)
 
-    def forget(self):
-        """Record what follows in other memory: called when all graphs have been forgotten."""
-        self.pool = self.stream = None
+    def record(self, step, other=None):
+        """
+        A CUDA graph of step(), with a `replay`, in the memory of another one. The step is run once before. Memory ends
+        with the last graph that was recorded in it, and must not be used again.
+        """
+        return captured(step, other.pool() if other else torch.cuda.graph_pool_handle(), self.stream)
 
     def pinned(self, tensor):
         """A copy that a device can read and write while the host goes on, and whose memory then serves again."""
