@@ -1,5 +1,4 @@
 """What a device does one after the other: recorded steps, copies, and events for which the host waits."""
-from contextlib import suppress
 from functools import cached_property
 
 import numpy as np
@@ -48,20 +47,13 @@ class Queue:
 
 def captured(step, pool, stream):
     """The CUDA graph of step(). The stream runs the step once before."""
-    graph = torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    stream.wait_stream(current)
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # it is left in any case: a recording that fails may not leave it
             step()  # libraries allocate their memory at a first call, which cannot be recorded
-            stream.synchronize()
-            graph.capture_begin(pool, capture_error_mode='thread_local')
-            try:
+            with torch.cuda.graph(graph, pool, stream, 'thread_local'):
                 step()
-            except BaseException:
-                with suppress(RuntimeError):  # of what a broken recording has become
-                    graph.capture_end()
-                raise
-            graph.capture_end()
     finally:
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
     return graph
