@@ -145,31 +145,41 @@ def now():
     return time.perf_counter_ns()
 
 
+def slots_between(sequences, low, high):
+    """
+    The slots of the positions low to high - 1, int64 (S,), of each sequence: (seq, position, slot), int64 (K,), the
+    number of the sequence in ascending order, then the position. `Refused` if a position has no slot.
+    """
+    tables = [s.runs.table[:s.runs.n] for s in sequences]
+    of_run = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    position, slot, n = np.concatenate(tables).T
+    begin, end = np.maximum(position, low[of_run]), np.minimum(position + n, high[of_run])
+    counts = np.maximum(end - begin, 0)
+    n_found, n_seen = np.bincount(of_run, counts, len(tables)).astype(int), np.maximum(high - low, 0)
+    if (n_found != n_seen).any():
+        number = int((n_found != n_seen).argmax())
+        raise Refused(f"sequence number {number} of this batch has slots for {n_found[number]} of {n_seen[number]} "
+                      "positions that its new tokens see: its runs must have all of them")
+    offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # 0, 1, ... within each run
+    seq, position, slot = np.repeat((of_run, begin, slot + begin - position), counts, axis=1)
+    return seq, position + offset, slot + offset
+
+
 def step_slots(config, batch):
     """
     The slots of a batch as arrays: (own, seq, position, slot). own: int64 (N,), the slot of each new token. The others
-    are int64 (K,), all keys that the new tokens see, their own included: the number of the sequence in this batch, in
-    ascending order, the position, the slot. `Refused` if a sequence has no slot for a position that is seen.
+    are of all keys that the new tokens see, their own included, see `slots_between`.
     """
-    n_new, tables = np.array(batch.counts), [s.runs.table[:s.runs.n] for s in batch.sequences]
+    n_new = np.array(batch.counts)
     last = n_new.cumsum() - 1
     end = batch.positions[last] + 1
     first = np.maximum(end - n_new - config.window + 1, config.n_sink) if config.window else np.zeros_like(end)
-    of_run = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    position, slot, n = np.concatenate(tables).T
-    n_keys = np.clip(end[of_run] - position, 0, n)
-    offset = np.arange(n_keys.sum()) - np.repeat(n_keys.cumsum() - n_keys, n_keys)  # 0, 1, ... within each run
-    seq, position, slot = np.repeat((of_run, position, slot), n_keys, axis=1)
-    position, slot = position + offset, slot + offset
-    if config.window:
-        seen = (position >= first[seq]) | (position < config.n_sink)
-        seq, position, slot = seq[seen], position[seen], slot[seen]
-    n_keys = np.bincount(seq, minlength=len(tables))
-    n_seen = end - first + np.minimum(config.n_sink, first)
-    if (n_keys != n_seen).any():
-        number = int((n_keys != n_seen).argmax())
-        raise Refused(f"sequence number {number} of this batch has slots for {n_keys[number]} of {n_seen[number]} "
-                      "positions that its new tokens see: its runs must have all of them")
+    seq, position, slot = slots_between(batch.sequences, first, end)
+    if config.n_sink:
+        sinks = slots_between(batch.sequences, np.zeros_like(end), np.minimum(end, config.n_sink))
+        found = np.concatenate((sinks, (seq, position, slot)), axis=1)
+        seq, position, slot = found[:, found[0].argsort(kind='stable')]
     # the new tokens' own positions are the last ones of each sequence
+    n_keys = np.bincount(seq, minlength=len(n_new))
     own = np.repeat(n_keys.cumsum() - 1 - last, n_new) + np.arange(len(batch.tokens))
     return slot[own], seq, position, slot

@@ -4,7 +4,7 @@ from collections import OrderedDict, namedtuple
 import numpy as np
 import torch
 
-from decode.batch import Refused
+from decode.batch import slots_between
 
 TILE = 128    # keys that attention reads at a time, or a part of it; tiles begin at multiples of it
 SMALL_TILE = 32  # the same, where many small programs are faster
@@ -102,21 +102,8 @@ class SlotTable:
 
     def write(self, rows, first, ends, sinks):
         """Write the slots of the positions from first to ends - 1 of each sequence, and of its first `sinks`."""
-        tables = [row.runs.table[:row.runs.n] for row in rows]
-        of_run = np.repeat(np.arange(len(rows)), [len(table) for table in tables])
-        position, slot, n = np.concatenate(tables).T
-        at, found = [], []
-        for low, high in ((np.maximum(first, sinks), ends), (0 * sinks, sinks)):
-            begin, end = np.maximum(position, low[of_run]), np.minimum(position + n, high[of_run])
-            counts = np.maximum(end - begin, 0)
-            seen, needed = np.bincount(of_run, counts, len(rows)).astype(int), np.maximum(high - low, 0)
-            if (seen != needed).any():
-                number = int((seen != needed).argmax())
-                raise Refused(f"sequence number {number} of this step has slots for {seen[number]} of "
-                              f"{needed[number]} positions that its new tokens see: its runs must have all of them")
-            step = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # 0, 1, ... within each run
-            numbers = np.array([row.number for row in rows])[np.repeat(of_run, counts)]
-            columns = self.columns.column(np.repeat(begin, counts) + step, self.config.n_sink)
-            at.append(numbers * self.columns.n_columns + columns)
-            found.append(np.repeat(slot + begin - position, counts) + step)
-        self.queue.put(self.table, np.concatenate(at), np.concatenate(found))
+        sequences, numbers = [row.sequence for row in rows], np.array([row.number for row in rows])
+        parts = [(0 * sinks, sinks)] * bool(sinks.any()) + [(np.maximum(first, sinks), ends)]
+        seq, position, slot = np.concatenate([slots_between(sequences, *part) for part in parts], axis=1)
+        columns = self.columns.column(position, self.config.n_sink)
+        self.queue.put(self.table, numbers[seq] * self.columns.n_columns + columns, slot)
