@@ -87,23 +87,19 @@ class SlotTable:
         for row in rows:
             if row.runs is not row.sequence.runs:
                 row.runs, row.until = row.sequence.runs, 0
-        until, c = np.array([row.until for row in rows]), self.config
+        until, c, sequences = np.array([row.until for row in rows]), self.config, [row.sequence for row in rows]
         if (until < ends).any():
             # the slots of later positions are written too, if the runs have them: the next steps then write none
             reach = np.array([row.runs.next[0] if row.runs.next else 0 for row in rows])
             ends = np.maximum(ends, np.minimum(reach, np.minimum(starts + AHEAD, min(c.max_positions, 2**62))))
             first = np.maximum(starts - c.window + 1, 0) if c.window else 0 * starts
             sinks = np.where(until, 0, np.minimum(c.n_sink, ends))
+            first = np.maximum(np.where(until, until, first), sinks)
             for row in rows:
                 row.until = 0
-            self.write(rows, np.where(until, until, first), ends, sinks)
+            parts = [(0 * sinks, sinks)] * bool(sinks.any()) + [(first, ends)]
+            seq, position, slot = np.concatenate([slots_between(sequences, *part) for part in parts], axis=1)
+            at = np.array([row.number for row in rows])[seq], self.columns.column(position, c.n_sink)
+            self.queue.put(self.table, np.ravel_multi_index(at, self.table.shape), slot)
             for row, end in zip(rows, np.maximum(until, ends).tolist()):
                 row.until = end
-
-    def write(self, rows, first, ends, sinks):
-        """Write the slots of the positions from first to ends - 1 of each sequence, and of its first `sinks`."""
-        sequences, numbers = [row.sequence for row in rows], np.array([row.number for row in rows])
-        parts = [(0 * sinks, sinks)] * bool(sinks.any()) + [(np.maximum(first, sinks), ends)]
-        seq, position, slot = np.concatenate([slots_between(sequences, *part) for part in parts], axis=1)
-        columns = self.columns.column(position, self.config.n_sink)
-        self.queue.put(self.table, numbers[seq] * self.columns.n_columns + columns, slot)
