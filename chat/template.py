@@ -131,26 +131,6 @@ def compiled(source):
     return environment.from_string(source)
 
 
-def rendered(template, variables):
-    """
-    The text. A template that leaves out what is a text, and shows what is a list of parts, gets each content as such a
-    list: [{"type": "text", "text": content}]. Models that read images too have such templates.
-    """
-    def shows(content):
-        try:
-            return 'Kx7q' in template.render(variables | dict(messages=[dict(role='user', content=content)]))
-        except Exception:
-            return False
-
-    def parts(content):
-        return [dict(type='text', text=content)] if isinstance(content, str) else content
-    if not shows('Kx7q') and shows(parts('Kx7q')):
-        messages = [message | {name: parts(message[name]) for name in ['content'] if name in message}
-                    for message in variables['messages']]
-        variables = variables | dict(messages=messages)
-    return template.render(variables)
-
-
 def confine(late):
     """Import all that answers need, then take from this process more memory, files, connections and programs."""
     for module in late:
@@ -168,7 +148,7 @@ def answer(source, variables):
     refused, most = "cannot be read", MOST_TEXT + len(json.dumps([source, variables]))
     try:
         template, refused = compiled(source), "does not take this conversation"
-        text = rendered(template, variables)
+        text = template.render(variables)
         if len(text) > most:
             raise ValueError(f"its text has {len(text):,} characters, and {most:,} are allowed")
         return 'text', text

@@ -289,33 +289,6 @@ def test_what_jinja_imports_late_is_there():
     assert len(ChatTemplate("{{ lipsum(n=1) }}").render([])) > 99
 
 
-PARTS = """\
-{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}\
-{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
-SELECTED = """\
-{% for m in messages %}<{{ m.role }}>{{ m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') \
-| join }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
-EITHER = """\
-{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}\
-({{ part.text }}){% endfor %}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
-
-
-@pytest.mark.parametrize('source', [PARTS, SELECTED, EITHER])
-def test_a_template_for_lists_of_parts_gets_them(source):
-    theirs = their_tokenizer()
-    for seed in range(20):
-        texts = conversation(random.Random(seed))
-        parts = [message | dict(content=[dict(type='text', text=message['content'])]) for message in texts]
-        expected = theirs.apply_chat_template(texts if source == EITHER else parts, chat_template=source,
-                                              tokenize=False, add_generation_prompt=True)
-        assert ChatTemplate(source).render(texts) == expected
-        assert ChatTemplate(source).render(parts) == theirs.apply_chat_template(
-            parts, chat_template=source, tokenize=False, add_generation_prompt=True)
-        texts[-1]['role'], parts[-1]['role'] = 'assistant', 'assistant'
-    continued = ChatTemplate(source).render(texts, continue_final_message=True)
-    assert continued.endswith('<assistant>' + texts[-1]['content'])
-
-
 def test_a_rendering_that_is_interrupted_or_killed_is_nobody_elses_answer():
     looping = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
     text = ChatTemplate("{{ messages[0].content }}")
