@@ -16,15 +16,12 @@ import difflib
 import glob
 import importlib.util
 import io
-import json
 import math
 import os
 import re
 import shutil
-import signal
 import sys
 import textwrap
-import time
 import tokenize
 import types
 from contextlib import suppress
@@ -45,7 +42,7 @@ def run(main):
     Override the settings in main's module, then call main(config), config the Settings.
 
     Errors that a user can cause (ValueError, a file that cannot be read or written, too little memory) end the script
-    with one line on stderr and exit code 2. Ctrl-C ends it with exit code 130. Under torchrun only process 0 prints.
+    with one line on stderr and exit code 2. Ctrl-C ends it with exit code 130.
     """
     for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
         if getattr(sys, name) is None:  # it was closed, as under some service managers
@@ -64,8 +61,6 @@ def run(main):
         silence(sys.stdout)
         sys.exit(141)  # the exit code of a process that SIGPIPE ended
     except Exception as e:
-        if rank() > 0:
-            leave_it_to_the_first_process()
         message = what_a_user_can_cause(e)
         if message is None:
             raise
@@ -88,15 +83,6 @@ def rank():
     return int(os.environ.get('RANK', 0))
 
 
-def leave_it_to_the_first_process(patience=10.0):
-    """
-    Wait until torchrun ends this process, as it does if process 0 has failed too, which then prints the error for all.
-    If process 0 does not fail within `patience` seconds, it returns, and this process prints its own error.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(patience)
-
-
 def silence(stream):
     """Send what is still written to a stream without a reader to /dev/null, so that it raises nothing at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -106,9 +92,6 @@ def silence(stream):
 
 def _error(script, message):
     print(f"{script}: error: {message}", file=sys.stderr, flush=True)
-    if path := os.environ.get('TORCHELASTIC_ERROR_FILE'):  # torchrun prints it at the end of its report
-        with open(path, 'w', encoding='utf-8') as f:
-            json.dump({'message': {'message': message, 'extraInfo': {'timestamp': str(int(time.time()))}}}, f)
     return 2
 
 

@@ -1,5 +1,4 @@
 """Config files and --key=value."""
-import json
 import os
 import subprocess
 import sys
@@ -133,17 +132,6 @@ def run_and_fail(script, monkeypatch):
             raise error
         configurator.run(type(main)(main.__code__, script, 'main', None, main.__closure__))
     return run
-
-
-def test_a_process_that_is_not_the_first_waits_for_it_to_speak(run_and_fail, monkeypatch, tmp_path):
-    waited = []
-    monkeypatch.setattr(configurator, 'leave_it_to_the_first_process', lambda: waited.append(1))
-    monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path / 'error.json'))
-    for rank in ('0', '1'):
-        monkeypatch.setenv('RANK', rank)
-        with pytest.raises(SystemExit):
-            run_and_fail(ValueError('no'))
-    assert waited == [1] and json.loads((tmp_path / 'error.json').read_text())['message']['message'] == 'no'
 
 
 @pytest.mark.parametrize('error, code, line', [
