@@ -123,8 +123,8 @@ class Printed:
 
     def __init__(self, model, tokenizer, prompts):
         end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
-        most, self.n = model.config.max_positions, num_samples * len(prompts)
-        self.texts = [shown(prompt, tokenizer, most) for prompt in prompts for _ in range(num_samples)]
+        self.n = num_samples * len(prompts)
+        self.texts = [tokenizer.decode(prompt) for prompt in prompts for _ in range(num_samples)]
         self.streams, self.ended = [TextStream(token_bytes, [end]) for _ in self.texts], [False] * self.n
         self.live = self.n == 1 and not debug_kv_model.tracing()  # a trace would come in the middle of the text
         self.n_drawn = self.n_printed = self.n_begun = 0
@@ -210,23 +210,16 @@ def sample_by_model(model, tokenizer, prompts, dev, printed):
                 draw_rows(model, torch.tensor([prompt] * len(numbers), device=dev), numbers, printed)
 
 
-class AllEnded(Exception):
-    """No row of a batch goes on."""
-
-
 def draw_rows(model, idx, numbers, printed):
-    """Draw the samples with these numbers, each after its row of idx, until all have come to `stop`."""
+    """Draw the samples with these numbers, each after its row of idx."""
     settings = [DrawSettings(model.config.vocab_size, seed + number, **draw_settings()) for number in numbers]
 
     def draw_and_print(logits, i):
-        if all(printed.ended[number] for number in numbers):
-            raise AllEnded
         tokens = draw(logits, settings, [i] * len(numbers))
         for number, token in zip(numbers, tokens.tolist()):
             printed.add(number, [token], i + 1 == max_new_tokens)
         return tokens[:, None]
-    with suppress(AllEnded):
-        model.generate(idx, max_new_tokens, use_cache=use_cache, draw=draw_and_print)
+    model.generate(idx, max_new_tokens, use_cache=use_cache, draw=draw_and_print)
 
 
 def draw_settings():
@@ -380,15 +373,7 @@ def say_what_is_cut(prompts, config):
     if n_long := sum(len(prompt) > config.max_positions for prompt in prompts):
         which = "the prompt has" if len(prompts) == 1 else f"{n_long:,} of {len(prompts):,} prompts have up to"
         sees = f"the first {n_keep} and last {block_size - n_keep}" if n_keep else f"the last {block_size}"
-        print(f"{which} {longest:,} tokens, more than block_size: the model sees {sees} of them, and only these are "
-              "printed, with ... for the others", file=sys.stderr)
-
-
-def shown(prompt, tokenizer, max_positions):
-    """The text of a prompt (token ids) before its sample: of a long one what the model sees, and ... for the rest."""
-    if len(prompt) <= max_positions:
-        return tokenizer.decode(prompt)
-    return tokenizer.decode(prompt[:n_keep]) + '...' + tokenizer.decode(prompt[len(prompt) - max_positions + n_keep:])
+        print(f"{which} {longest:,} tokens, more than block_size: the model sees {sees} of them", file=sys.stderr)
 
 
 if __name__ == '__main__':
