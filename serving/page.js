@@ -250,7 +250,7 @@ function setRunning(request) {
   running = request
   $('stop').disabled = !running
   $('turns').ariaBusy = Boolean(running)
-  for (const button of document.querySelectorAll('#go, #undo, #chats button, .turn button, .sample button'))
+  for (const button of document.querySelectorAll('#go, #chats button, .turn button, .sample button'))
     button.disabled = Boolean(running) && !button.matches('.copy')
 }
 
@@ -318,11 +318,9 @@ function showCompletion(shown) {
 
 // turns of the chat
 
-const NOTHING = {from: 0, turns: []}
 let mode = '', turns = []
 let place = null  // the turn that the next message replaces, with those behind it; null: the message follows them all
 let draft = ''    // what stood in the field before a message that is edited
-let removed = NOTHING  // what was last taken away: a chat, or the turns of this one from a place on
 
 class Turn {  // repeats: how often this message was sent again, each time with another seed
   constructor(i, {message, repeats = 0, found = '', answer = {}}) {
@@ -365,21 +363,11 @@ function edit(i = null, text = place === null ? $('message').value : draft) {
   })
 }
 
-function setTurns(changed, gone = removed) {
+function setTurns(changed) {
   turns = changed
   $('turns').replaceChildren(...turns.map(turn => turn.element))
   toEnd()
-  setRemoved(gone)
 }
-
-function setRemoved(gone) {
-  removed = gone
-  const n = removed.turns.length
-  $('removed').hidden = !n
-  $('removed').firstChild.textContent = n && (removed.id === chat.id ? count(n, 'turn') : titleOf(removed)) + ' removed'
-}
-
-const taken = from => ({...shownChat(), from, turns: keptOf(turns.slice(from))})
 
 function messagesOf({system, turns}) {
   return [...system ? [{role: 'system', content: system}] : [],
@@ -401,11 +389,12 @@ async function answer(turn, fields) {
 }
 
 async function say(message, i = place ?? turns.length, repeats = 0) {
-  const before = {turns, removed, place}, turn = new Turn(i, {message, repeats})
-  setTurns([...turns.slice(0, i), turn], i < turns.length ? taken(i) : removed)
+  const before = {turns, place}, turn = new Turn(i, {message, repeats}), n_behind = turns.length - i - 1
+  if (n_behind > 0 && !confirm(`This deletes ${count(n_behind, 'turn')} behind it.`)) return
+  setTurns([...turns.slice(0, i), turn])
   repeats ? edit() : edit(null, draft)
   if (await answer(turn, {messages: conversation().slice(0, -1)})) return
-  setTurns(before.turns, before.removed)  // the message comes back, and what was written since stays
+  setTurns(before.turns)  // the message comes back, and what was written since stays
   keepChat()
   const typed = $('message').value
   repeats ? edit() : edit(before.place, before.place === null && typed ? message + '\n' + typed : message)
@@ -472,14 +461,14 @@ function rowOf(kept) {
   return row
 }
 
-// Show another chat, or a new one. The one before is kept or, where there was no room for it, Undo brings it back.
-function showChat({id, name, system, turns: others} = {...newChat(), turns: []},
-                  gone = unkept ? taken(0) : removed.id === chat.id ? NOTHING : removed) {
+// Show another chat, or a new one.
+function showChat({id, name, system, turns: others} = {...newChat(), turns: []}) {
+  if (unkept && !confirm('The browser has no room for the chat that is shown: it will be lost.')) return
   tell()
   chat = {id, name}
   if (system !== undefined) keep('system', $('system').value = system)
   unkept = ''
-  setTurns(turnsOf(others), gone)
+  setTurns(turnsOf(others))
   listChats()
   edit()
 }
@@ -499,20 +488,11 @@ function exportChat(kept) {
 }
 
 function deleteChat(kept) {
+  if (!confirm(`Delete “${titleOf(kept)}”?`)) return
   local.removeItem(CHAT + kept.id)
-  if (kept.id === chat.id) showChat(undefined, {...kept, from: 0})
-  else { setRemoved({...kept, from: 0}); listChats() }
-  $('undo').focus({preventScroll: true})
-}
-
-function undo() {
-  const {from, ...back} = removed
-  if (back.id === chat.id) {
-    tell()
-    setTurns([...turns.slice(0, from), ...turnsOf(back.turns, from)], taken(from))
-    edit()
-  } else showChat(back, unkept ? taken(0) : NOTHING)
-  keepChat()
+  if (kept.id !== chat.id) { listChats(); return $('new').focus() }
+  unkept = ''
+  showChat()
 }
 
 function setMode(chosen) {
@@ -738,7 +718,6 @@ for (const name of ['settings', 'shelf']) {
   $(name).addEventListener('toggle', () => { keep(name, $(name).open ? 'open' : ''); listChats() })
 }
 $('new').addEventListener('click', () => turns.length ? showChat() : tell())
-$('undo').addEventListener('click', undo)
 $('modes').addEventListener('change', event => {
   keep('mode', event.target.value)
   setMode(event.target.value)
@@ -746,13 +725,13 @@ $('modes').addEventListener('change', event => {
 })
 addEventListener('storage', ({key}) => {  // another tab has written
   const written = key === CHAT + chat.id && !running && place === null && chatOf(chat.id)
-  if (written) { chat.name = written.name; setTurns(turnsOf(written.turns), NOTHING) }
+  if (written) { chat.name = written.name; setTurns(turnsOf(written.turns)) }
   listChats()
 })
 addEventListener('pagehide', () => {
   for (const sample of running?.samples ?? []) sample.end('not finished')
   if (running) keepChat()
-  keep('shown', JSON.stringify({chat: shownChat(), unkept, removed,
+  keep('shown', JSON.stringify({chat: shownChat(), unkept,
                                 completion: {prompt: completion.prompt, samples: keptOf(completion.samples)},
                                 draft: place === null ? $('message').value : draft}))
 })
@@ -762,7 +741,7 @@ if (kept) {
   const {id, name, turns: before} = written?.time > kept.chat.time ? written : kept.chat
   chat = {id, name}
   unkept = kept.unkept
-  setTurns(turnsOf(before), kept.removed)
+  setTurns(turnsOf(before))
   showCompletion(completionOf(kept.completion.prompt, kept.completion.samples))
   $('message').value = kept.draft
 }

@@ -19,6 +19,7 @@ from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support import expected_conditions
 from selenium.webdriver.support.ui import WebDriverWait
 from serving_process import serving
 from small_engine import drawing_engine, served_by
@@ -163,10 +164,24 @@ class Page:
         self['#message'].send_keys(Keys.CONTROL, 'a')
         self['#message'].send_keys(text, Keys.ENTER)
 
-    def press(self, name):
-        """Press the button with this name for a screen reader, by keyboard, and wait for an answer that it asks for."""
+    def press(self, name, end='', text=''):
+        """
+        Press the button with this name for a screen reader, by keyboard, and wait for an answer that it asks for. end:
+        'accept' or 'dismiss' what the browser then asks, with this text. Returns what it asks.
+        """
         self.wait(lambda: self.all(f'[aria-label="{name}"]'))[0].send_keys(Keys.ENTER)
+        asked = self.dialog(end, text) if end else ''
         self.wait(self.finished)
+        return asked
+
+    def dialog(self, end, text=''):
+        """End the browser's dialog, and return what it asks."""
+        dialog = WebDriverWait(self.browser, 30, .03).until(expected_conditions.alert_is_present())
+        asked = dialog.text
+        if text:
+            dialog.send_keys(text)
+        getattr(dialog, end)()
+        return asked
 
     def ask(self, text):
         """Say it, and wait for the answer."""
@@ -442,8 +457,7 @@ def test_the_second_turn_finds_the_blocks_of_the_first(chat):
                         ''.join(footer.get_property('textContent') for footer in chat.all('.turn footer')))
 
 
-def test_a_turn_is_stopped_edited_and_repeated_and_what_that_removes_can_be_had_again(chat):
-    """After Repeat and Edit, once each, also after a reload; and the other way round."""
+def test_a_turn_is_stopped_edited_and_repeated_and_the_page_asks_before_it_deletes_others(chat):
     chat.engine.allow(5)
     chat.say('one')
     chat.wait(lambda: chat.turns() and chat.turns()[1]['content'])
@@ -459,15 +473,14 @@ def test_a_turn_is_stopped_edited_and_repeated_and_what_that_removes_can_be_had_
     assert chat.is_answered(said)  # the part of an answer that has come is sent
     chat.ask('three')
     whole = chat.turns()
-    assert not chat['#undo'].is_displayed()
-
     chat['#message'].send_keys('a draft')
-    chat.press('Repeat turn 2')
-    assert chat.is_answered(said, seed=1337 + 1 + 1000) and chat.text('#removed span') == '2 turns removed'
-    repeated = chat.turns()
-    for turns in (whole, repeated, whole):
-        chat['#undo'].click()
-        assert chat.turns() == turns and chat['#message'].get_property('value') == 'a draft'
+    assert chat.press('Repeat turn 2', 'dismiss') == 'This deletes 1 turn behind it.' and chat.turns() == whole
+    chat.press('Repeat turn 2', 'accept')
+    assert chat.is_answered(said, seed=1337 + 1 + 1000)
+    chat.ask('three')
+    whole = chat.turns()
+    assert len(whole) == 6
+    chat['#message'].send_keys('a draft')
     chat.press('Edit turn 1')
     assert chat['#message'].get_property('value') == 'one' and len(chat.all('.turn.replaced')) == 3
     chat['#message'].send_keys(Keys.ESCAPE)
@@ -478,22 +491,24 @@ def test_a_turn_is_stopped_edited_and_repeated_and_what_that_removes_can_be_had_
     assert chat['#message'].get_property('value') == 'a draft' and not chat.all('.turn.replaced')
     chat.press('Edit turn 1')
     chat.say('uno')
+    assert chat.dialog('dismiss') == 'This deletes 2 turns behind it.'
+    assert chat.turns() == whole and chat['#message'].get_property('value') == 'uno'
+    chat['#go'].click()
+    chat.dialog('accept')
     assert chat.is_answered([dict(role='user', content='uno')])
     assert chat['#message'].get_property('value') == 'a draft'
 
     chat.fill(max_tokens=255)
     chat.press('Repeat turn 1')
     assert chat.text('#error') and chat.turns()[0]['content'] == 'uno'
-    assert chat.text('#removed span') == '3 turns removed'  # a refused one removes nothing
     chat.open()
     chat.wait(chat['#message'].is_displayed)
-    assert chat['#message'].get_property('value') == 'a draft'
-    chat['#undo'].click()
-    assert chat.turns() == whole and not chat.text('#error')
+    assert chat['#message'].get_property('value') == 'a draft' and chat.turns()[0]['content'] == 'uno'
     chat.fill(max_tokens=20, system='be brief')
-    for seed in (2337, 3337):
+    uno = dict(role='user', content='uno')
+    for seed in (2337, 3337):  # the last turn is repeated without a question
         chat.press('Repeat turn 1')
-        assert chat.turns() == [said[0], chat.answer([dict(role='system', content='be brief'), said[0]], seed=seed)]
+        assert chat.turns() == [uno, chat.answer([dict(role='system', content='be brief'), uno], seed=seed)]
     chat['#new'].click()
     assert not chat.turns()
 
@@ -666,10 +681,7 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
     chat.wait(lambda: names() == ['another <i>question</i>', 'the first question'])
     chat.paste('system', 'another')
     for end, then in (('dismiss', 'the first question'), ('accept', 'A name')):
-        chat['[aria-label="Rename the first question"]'].send_keys(Keys.ENTER)
-        asked = chat.browser.switch_to.alert
-        asked.send_keys('A name')
-        getattr(asked, end)()
+        chat.press('Rename the first question', end, 'A name')
         assert names()[1] == then
     assert chat.browser.switch_to.active_element.text == 'A name'
     chat.open()
@@ -683,41 +695,42 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
     body = json.loads((tmp_path / 'A-name.json').read_text())
     assert body == {'messages': [dict(role='system', content='be brief'), *first]}
     assert chat.client.post('/v1/chat/completions', json=body).status_code == 200
-    chat.press('Delete A name')
-    assert not chat.turns() and names() == ['another <i>question</i>'] and chat.focused() == 'undo'
-    chat['#undo'].send_keys(Keys.ENTER)
-    assert chat.turns() == first and names() == ['A name', 'another <i>question</i>']
+    for end in ('dismiss', 'accept'):
+        assert chat.turns() == first and names() == ['A name', 'another <i>question</i>']
+        assert chat.press('Delete A name', end) == 'Delete “A name”?'
+    assert not chat.turns() and names() == ['another <i>question</i>'] and chat.focused() == 'message'
 
     one = chat.browser.current_window_handle
     chat.browser.switch_to.new_window('tab')
     try:
         chat.open()
         chat['#shelf summary'].click()
-        chat.wait(lambda: names() == ['A name', 'another <i>question</i>'])
+        chat.wait(lambda: names() == ['another <i>question</i>'])
         assert not chat.turns()
-        chat.press('Delete another <i>question</i>')
-        assert chat.text('#removed span') == 'another <i>question</i> removed' and names() == ['A name']
+        chat.press('Delete another <i>question</i>', 'accept')
+        assert not names() and chat.focused() == 'new'
     finally:
         chat.browser.close()
         chat.browser.switch_to.window(one)
-    chat.wait(lambda: names() == ['A name'])
+    chat.wait(lambda: not names())
 
 
 @pytest.mark.parametrize('why, refuse', [
     ('storage is full', "for (let n = 2 ** 22; n >= 1; n /= 2) try { localStorage[n] = 'x'.repeat(n) } catch { }"),
     ('no storage', "Object.defineProperty(window, 'localStorage', {get() { throw new Error() }})")])
 def test_a_browser_that_keeps_no_more_chats(chat, why, refuse):
-    """The page says so, and goes on; what would be lost can be had again."""
+    """The page says so, goes on, and asks before a chat is lost."""
     script = chat.browser.execute_cdp_cmd('Page.addScriptToEvaluateOnNewDocument', {'source': refuse})
     try:
         chat.open()
         chat.say('one')
         assert chat.is_answered([dict(role='user', content='one')]) and why in chat.text('#unkept')
         whole = chat.turns()
-        chat['#new'].click()
+        for end in ('dismiss', 'accept'):
+            assert chat.turns() == whole and why in chat.text('#unkept')
+            chat['#new'].click()
+            assert 'it will be lost' in chat.dialog(end)
         assert not chat.turns() and not chat.text('#unkept')
-        chat['#undo'].click()
-        assert chat.turns() == whole and why in chat.text('#unkept')
     finally:
         chat.browser.execute_cdp_cmd('Page.removeScriptToEvaluateOnNewDocument', script)
 
