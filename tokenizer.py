@@ -29,10 +29,9 @@ class Tokenizer:
     What all tokenizers share: the text of ids. token_bytes: the bytes of each id, a list. A model may have more ids
     than its tokenizer; beyond: the bytes of each of those. special_ids: ids whose text is not a part of an answer, such
     as those of the tokens that begin and end a turn. added_ids: of all tokens that a file adds to its vocabulary.
-    strips: does a text begin without the blank of its first token? cuts_lines: does a text keep its ids when it is
-    cut after a line break that no blank is beside?
+    strips: does a text begin without the blank of its first token?
     """
-    end_of_text, beyond, chat_template, strips, cuts_lines = None, b'', None, False, True
+    end_of_text, beyond, chat_template, strips = None, b'', None, False
     special_ids = added_ids = frozenset()
 
     @property
@@ -143,9 +142,7 @@ class JSONTokenizer(Tokenizer):
                 raise
             raise ValueError("the tokenizer.json cannot be read, or a token that the files beside it add "
                              f"({' '.join(str(e).split())}): is the download complete?") from e
-        self.decoder, self.strips, self.cuts_lines = decoder_of(json)
-        a = self.library.encode('a', add_special_tokens=False).ids
-        self.cuts_lines &= self.library.encode('a').ids == self.begins + a  # and nothing is added behind a text
+        self.decoder, self.strips = decoder_of(json)
         self.json = self.library.to_str() if n_new else json
         if not self.library.get_vocab(with_added_tokens=False):
             raise ValueError("the tokenizer.json has no tokens: is the download complete?")
@@ -221,29 +218,18 @@ class JSONTokenizer(Tokenizer):
 
 def decoder_of(tokenizer_json):
     """
-    How the tokens of a tokenizer.json become text, a key of BYTES_OF; whether a text then loses the blank with which it
-    begins; and `Tokenizer.cuts_lines`. ValueError if the decoder is none of these.
+    How the tokens of a tokenizer.json become text, a key of BYTES_OF, and whether a text then loses the blank with
+    which it begins. ValueError if the decoder is none of these.
     """
-    contents = json.loads(tokenizer_json)  # the library has read it
-    decoder = contents.get('decoder') or {}
+    decoder = json.loads(tokenizer_json).get('decoder') or {}  # the library has read it
     parts = [part.get('type') for part in decoder.get('decoders', ())]
     if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
-        return 'SentencePiece', parts[3:] == ['Strip'], False
+        return 'SentencePiece', parts[3:] == ['Strip']
     if decoder.get('type') not in ('ByteLevel', 'Fuse'):
         kind = ' '.join(map(str, [decoder.get('type'), *parts]))
         raise ValueError(f"the decoder of the tokenizer.json is {kind}: only ByteLevel, Fuse and SentencePiece's "
                          "(Replace, ByteFallback, Fuse, Strip) give each token a text of its own")
-    return decoder['type'], False, cuts_lines(contents.get('normalizer') or {}, contents.get('pre_tokenizer') or {})
-
-
-def cuts_lines(normalizer, pre_tokenizer):
-    """`Tokenizer.cuts_lines`, where a tokenizer.json has these: by GPT-2's regex, or one that ends so."""
-    parts = [pre_tokenizer, *pre_tokenizer.get('pretokenizers', ())]
-    of_bytes = next((part for part in parts if part.get('type') == 'ByteLevel'), {})
-    if normalizer.get('type') not in (None, 'NFC') or of_bytes.get('add_prefix_space', True):
-        return False
-    splits = [(part.get('pattern') or {}).get('Regex', '') for part in parts if part.get('type') == 'Split']
-    return of_bytes.get('use_regex', True) or any(regex.endswith(r'\s+(?!\S)|\s+') for regex in splits)
+    return decoder['type'], False
 
 
 def bytes_of_byte_level(name):

@@ -136,7 +136,7 @@ def write_dataset(folder, parts, tokenizer, source, ends=False):
         for split, f in (('val', val), ('train', train)):
             with tqdm(desc=split, unit=' characters', unit_scale=True, disable=None) as progress:
                 for text in parts[split]:
-                    for i, piece in enumerate(pieces(text) if tokenizer.cuts_lines else [text]):
+                    for i, piece in enumerate(pieces(text)):
                         ids = np.array(tokenizer.encode(piece, add_special_tokens=not i), dtype_of(tokenizer))
                         f.write(ids.tobytes())
                         n_bytes[split] += int(lengths[ids].sum())
@@ -156,7 +156,7 @@ def write_dataset(folder, parts, tokenizer, source, ends=False):
 def pieces(text):
     """
     A text in pieces of ENCODED characters or more, cut after a line break that follows no blank and precedes a letter
-    or a digit: byte pairs do not cross it.
+    or a digit. Byte pairs as GPT-2's do not cross it; what other tokenizers write there may be a token more or less.
     """
     start, end, cut = 0, -1, re.compile(r'(?<=\S)\n(?=\w)')
     while end < len(text):
