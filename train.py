@@ -13,7 +13,6 @@ import configurator  # isort: skip
 
 import math
 import os
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import fields
@@ -200,9 +199,6 @@ def check_settings(world_size):
                              'weight_decay', 'grad_clip', 'peak_flops')
     check_optimizer(globals())
     configurator.check_range(globals(), 0, 1, 'beta1', 'beta2')
-    if decay_lr and lr_schedule == 'cosine' and min_lr > learning_rate and configurator.rank() == 0:
-        print(f"the learning rate rises: min_lr={min_lr:g} is more than learning_rate={learning_rate:g}",
-              file=sys.stderr)
     if not out_dir or os.path.exists(out_dir) and not os.path.isdir(out_dir):
         raise ValueError(f"out_dir must be a folder, not {out_dir!r}: give another name, such as --out_dir=out-mine")
     if gradient_accumulation_steps % world_size:
