@@ -63,7 +63,6 @@ function tell(message = '') {
 
 // Markdown. HTML in it is text, and an image is a link: the page asks nobody but its server.
 
-const PART = 20000  // characters that are read as Markdown at a time; where one block has more, all behind it is text
 const UNSURE = /\n([-=`~*_#>|:+ \t]*|[ \t]*\d{1,9}[.)]?[ \t]*)$/  // a last line that may begin or end something
 const markdown = new marked.Marked({
   breaks: true,
@@ -134,30 +133,22 @@ function patch(element, other, first = 0) {
 // A view of a text that grows, as Markdown. Its blocks but the last stand, and are not read again.
 class Markdown {
   constructor() {
-    Object.assign(this, {element: make('div', {className: 'text'}), at: 0, n: 0, long: false})
+    Object.assign(this, {element: make('div', {className: 'text'}), at: 0, n: 0})
   }
   show(whole, ended) {  // at: where the last block begins in it; n: the nodes before that block
-    const text = whole.replace(/\r\n?/g, '\n')
-    for (let more = true; more && !this.long;) {
-      const part = text.slice(this.at, this.at + PART)
-      more = this.at + PART < text.length
-      try {
-        const blocks = markdown.lexer(more || ended ? part : part.replace(UNSURE, ''))
-        const last = Math.max(blocks.findLastIndex(block => block.type !== 'space'), 0)
-        this.long = more && !last
-        if (this.long) break
-        const made = elementsOf(blocks.slice(0, last)), n = made.childNodes.length
-        made.append(elementsOf(blocks.slice(last)))
-        patch(this.element, made, this.n)
-        this.n += n
-        for (const block of blocks.slice(0, last)) this.at += block.raw.length
-      } catch (error) {
-        if (!(error instanceof RangeError)) throw error
-        this.long = true  // blocks within blocks, without end
-      }
+    const text = whole.replace(/\r\n?/g, '\n'), part = text.slice(this.at)
+    try {
+      const blocks = markdown.lexer(ended ? part : part.replace(UNSURE, ''))
+      const last = Math.max(blocks.findLastIndex(block => block.type !== 'space'), 0)
+      const made = elementsOf(blocks.slice(0, last)), n = made.childNodes.length
+      made.append(elementsOf(blocks.slice(last)))
+      patch(this.element, made, this.n)
+      this.n += n
+      for (const block of blocks.slice(0, last)) this.at += block.raw.length
+    } catch (error) {
+      if (!(error instanceof RangeError)) throw error  // blocks within blocks, without end
+      patch(this.element, make('div', {}, make('p', {className: 'raw', textContent: part})), this.n)
     }
-    if (this.long) patch(this.element, make('div', {}, make('p', {className: 'raw', textContent: text.slice(this.at)})),
-                         this.n)
   }
 }
 
