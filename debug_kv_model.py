@@ -180,9 +180,3 @@ class TracedPool:
                               f"(position, slot, n)={where[:8]}")
             return result
         return traced
-
-
-if __name__ == '__main__':
-    print("debug_kv_model.py: error: this is no script; to trace a model, run KV_DEBUG=1 python sample.py",
-          file=sys.stderr)
-    sys.exit(2)

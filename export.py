@@ -34,9 +34,6 @@ def main(config):
         target = path or os.path.join(folder, 'hf')
         family = to_huggingface(model, target, tokenizer)
         say(f"{target}, a {family}: {', '.join(sorted(os.listdir(target)))}")
-        if family in ('gpt2', 'mpt') and model.config.n_kv_head < model.config.n_head:
-            say(f"a {family} has no grouped heads: the {model.config.n_kv_head} of the keys and values are repeated "
-                f"for all {model.config.n_head}, and its cache is as large as theirs")
         say(f"serve it with: vllm serve {target}")
     else:
         target = path or os.path.join(folder, 'model.gguf')
@@ -44,20 +41,8 @@ def main(config):
         say(f"{target}: {os.path.getsize(target) / 1e6:.1f} MB, {type}, tokenizer {kind}")
         if kind == 'rwkv' and not ''.join(tokenizer.chars).isascii():
             say("llama.cpp may never return from a prompt with a character beyond ASCII that the model has not seen")
-        say_limits_of_llama_cpp(model.config)
+        say("llama.cpp differs in GELU, in windows and where a context ends: see docs/SERVING.md, GGUF")
         say(f"serve it with: llama-server -m {target}")
-
-
-def say_limits_of_llama_cpp(config):
-    """What of the model of this config llama.cpp computes differently; see `to_gguf`."""
-    if config.mlp == 'gelu' and config.gelu == 'none':
-        say("llama.cpp knows only the tanh approximation of GELU: logits will differ a little from those here")
-    end = config.window or config.block_size
-    if config.window:
-        say(f"llama.cpp ignores the window of {config.window}, so the file's context ends where it would hide tokens")
-    if end % 256 != 0:
-        say(f"llama.cpp rounds the context up to a multiple of 256, but the model ends at {end}: llama-server keeps "
-            "within that by itself, elsewhere keep prompt and new tokens within it")
 
 
 def say(line):

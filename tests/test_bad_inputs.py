@@ -89,7 +89,6 @@ OTHERS = [
     ('bench.py', '--mode=generate --shape=smollm2', 'any of S, M, L in generate mode'),
     ('bench.py', '--mode=peers --only=decoding,none', "decoding, prefill; not 'decoding,none'"),
     ('bench.py', '--mode=loss --dtype=bfloat16', 'on a CPU in float32'),
-    ('debug_kv_model.py', '--x', 'this is no script; to trace a model, run KV_DEBUG=1 python sample.py'),
     ('test_kv_cache.py', '--new_tokens=0', 'at least 1'),
     ('test_kv_cache.py', '--decoder=fast', 'decoder must be auto, eager, cpu or gpu'),
     ('export.py', '--to=onnx', "to must be hf, or gguf with type f32 or q8_0, not 'onnx'"),
