@@ -486,17 +486,6 @@ function deleteChat(kept) {
   showChat()
 }
 
-function setMode(chosen) {
-  document.body.className = mode = chosen
-  $('talk').hidden = $('settings').hidden = false
-  $('loading').hidden = true
-  for (const element of document.querySelectorAll('[data-mode]')) {
-    element.hidden = element.dataset.mode !== mode
-    for (const field of element.querySelectorAll('input, textarea')) field.disabled = element.hidden
-  }
-  document.querySelector(`#modes [value=${mode}]`).checked = true
-  $('go').textContent = mode === 'chat' ? 'Send' : 'Continue'
-}
 const focusText = () => $(mode === 'chat' ? 'message' : 'prompt').focus({preventScroll: true})
 
 // the cache
@@ -619,12 +608,18 @@ function aboutBlock(block) {
 
 // Learn from /v1/models what is served.
 function meet(model) {
+  document.body.className = mode = model.chat ? 'chat' : 'continue'
+  $('talk').hidden = $('settings').hidden = false
+  $('loading').hidden = true
+  for (const element of document.querySelectorAll('[data-mode]')) {
+    element.hidden = element.dataset.mode !== mode
+    for (const field of element.querySelectorAll('input, textarea')) field.disabled = element.hidden
+  }
+  $('go').textContent = model.chat ? 'Send' : 'Continue'
   $('max_tokens').max = model.max_model_len - 1
   const defaults = {...model.sampling_defaults, max_tokens: Math.min(model.chat ? 500 : 100, model.max_model_len >> 1)}
   for (const name of ['temperature', 'top_p', 'max_tokens'])
     if (name in defaults && !session.getItem(name)) { $(name).value = defaults[name]; show(name) }
-  $('modes').hidden = !model.chat
-  setMode(model.chat ? session.getItem('mode') ?? 'chat' : 'continue')
   $('model').textContent = `${model.id}, ${number(model.max_model_len)} tokens of context`
   if (document.activeElement === document.body) focusText()
 }
@@ -709,11 +704,6 @@ for (const name of ['settings', 'shelf']) {
   $(name).addEventListener('toggle', () => { keep(name, $(name).open ? 'open' : ''); listChats() })
 }
 $('new').addEventListener('click', () => turns.length ? showChat() : tell())
-$('modes').addEventListener('change', event => {
-  keep('mode', event.target.value)
-  setMode(event.target.value)
-  tell()
-})
 addEventListener('storage', ({key}) => {  // another tab has written
   const written = key === CHAT + chat.id && !running && place === null && chatOf(chat.id)
   if (written) { chat.name = written.name; setTurns(turnsOf(written.turns)) }

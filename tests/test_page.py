@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
@@ -255,7 +256,7 @@ def test_types_and_reads_the_stream(page):
     """
     assert page.client.get('/v1/models').json()['data'][0]['chat'] is False
     assert page['#prompt'].is_displayed() and not page['#n'].is_displayed() and page['#go'].text == 'Continue'
-    assert not any(element.is_displayed() for element in page.all('[data-mode=chat], #modes, #modes *'))
+    assert not any(element.is_displayed() for element in page.all('[data-mode=chat]'))
     page.fill(prompt=PROMPT, seed=5, n=3, max_tokens=40)
     page.engine.allow(20)
     page['#go'].click()
@@ -342,14 +343,14 @@ def test_pictures(chat, width, scheme, tmp_path):
     """
     Of each state, in the test's folder, to be looked at, in the full run. Nothing is wider than its place, text stands
     out from its background (WCAG: a contrast of 4.5), and an error stands where one looks, also after a paste that
-    fills its field; it goes with New chat, and with the mode.
+    fills its field; it goes with New chat, and with a setting.
     """
     def look(name, *selectors):
         check_look(chat, scheme, *selectors)
         assert sizes(True, False) or chat.browser.save_screenshot(str(tmp_path / f'{name}-{width}-{scheme}.png'))
     with shown(chat, width, scheme, 860):
         chat['#settings summary'].click()
-        look('empty', '#modes label', '#modes label:last-child', 'label[for=message]', '#new', 'summary', '#set')
+        look('empty', 'label[for=message]', '#new', 'summary', '#set')
         chat.ask('a word of more than its line: ' + 'x' * 80)
         look('plain', '.asked pre', '.asked button', '.text', '.sample footer', '.found')
         chat.hear('And in Markdown?')
@@ -367,19 +368,26 @@ def test_pictures(chat, width, scheme, tmp_path):
         look('list', '#list .name', '#list time', '#list button')
         chat['#shelf summary'].click()
         chat['#settings summary'].click()
-        acts = '#modes label:last-child', '#modes label', '#new', '#modes label:last-child'
-        for act in sizes(acts[2:], acts):
+        for forget in (partial(chat.fill, seed=7), chat['#new'].click):
             chat.paste('message', 'a word\n' * 500)
-            chat.paste('prompt', 'a word\n' * 500)
             chat.go()
             assert 'largest prompt' in chat.text('#error') and chat.visible('#error') and chat.visible('#go')
             assert chat.text('#error')[0].isupper() and chat['#message'].get_property('value') == 'a word\n' * 500
-            look('error', '#error', '#settings label', '#settings output')
-            chat[act].click()
-            assert not chat['#error'].is_displayed() and (act != '#new' or not chat.turns())
-        chat.fill(prompt=PROMPT, n=2, max_tokens=30)
-        chat.go()
-        look('samples', 'label[for=prompt]', '#samples pre', '#samples .given', '#samples footer', '#inspector', '#go')
+            look('error', '#error', '#settings label', '#settings output', '#inspector')
+            forget()
+            assert not chat['#error'].is_displayed()
+        assert not chat.turns()
+
+
+@pytest.mark.parametrize('width, scheme', sizes([(390, 'dark')], [(390, 'light'), (1280, 'dark')]))
+def test_pictures_of_samples(page, width, scheme, tmp_path):
+    with shown(page, width, scheme, 860):
+        page.engine.allow(float('inf'))
+        page['#settings summary'].click()
+        page.fill(prompt=PROMPT, n=2, max_tokens=30)
+        page.go()
+        check_look(page, scheme, 'label[for=prompt]', '#samples pre', '#samples .given', '#samples footer', '#go')
+        assert sizes(True, False) or page.browser.save_screenshot(str(tmp_path / f'samples-{width}-{scheme}.png'))
 
 
 @contextmanager
@@ -754,20 +762,11 @@ def test_a_chat_with_the_keyboard_and_a_reload(chat):
     chat.wait(lambda: not chat.engine.live)  # the request of the page that is gone ends
     chat.engine.allow(float('inf'))
 
-    chat['#modes label'].click()
+    chat['h1'].click()
     assert chat.tab(18) == [
         'Chats a b', 'New chat', 'Conversation', 'Edit turn 1', 'Copy answer 1', 'Repeat turn 1', 'Edit turn 2',
         'Copy answer 2', 'Go on with answer 2', 'Repeat turn 2', 'Message', 'Send',
         'Settings temperature 0.8, top p 1, 20 tokens', 'Temperature', 'Top p', 'Seed', 'Tokens', 'System message']
-
-    chat['#modes label'].click()
-    ActionChains(chat.browser).send_keys(Keys.ARROW_RIGHT).perform()
-    assert chat['#prompt'].is_displayed() and not chat['#turns'].is_displayed()
-    chat['#prompt'].send_keys(Keys.CONTROL, Keys.ENTER)
-    chat.wait(lambda: len(chat.samples()) == 2 and chat.finished())
-    chat.open()
-    chat.wait(lambda: chat['#modes'].is_displayed())
-    assert chat['#prompt'].is_displayed() and chat.turns() == before
 
 
 def test_an_answer_says_how_much_of_its_prompt_is_read(chat, monkeypatch):
