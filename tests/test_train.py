@@ -195,7 +195,8 @@ def test_a_missing_character_data_set_is_prepared(repo):
 
 
 @pytest.mark.parametrize('config, settings, args', [
-    ('train_shakespeare_char_endless', ('--window=16',), dict(position='rope', window=16, n_sink=4)),
+    ('train_shakespeare_char', ('--position=rope', '--window=16', '--n_sink=4'),
+     dict(position='rope', window=16, n_sink=4)),
     ('train_shakespeare_char_fast', ('--dtype=float32',), dict(position='rope'))])
 def test_a_config_trains_a_model_of_its_kind(repo, config, settings, args):
     """The recipe has Muon, and a model with a window goes on past its block_size."""
