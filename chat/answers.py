@@ -39,7 +39,7 @@ def scored_tokens(tokenizer, messages):
     The tokens of a conversation, (n,), and which of them are scored, bool (n,): what the assistant says, and the token
     that ends it. The chat template may mark these by {% generation %}, as for transformers. Otherwise an answer begins
     where the prompt for it ends, and ends with the first end token. ValueError if the template does not show where an
-    answer is, or does not take the conversation. Answers of weight 0 are not scored, as in OpenAI's format.
+    answer is, or does not take the conversation.
     """
     template, spans = tokenizer.chat_template, []
     if re.search(f'[{BEGIN}{END}]', json.dumps(messages, ensure_ascii=False)):
@@ -65,15 +65,6 @@ def scored_tokens(tokenizer, messages):
                              "ends: put a message of the user before it, or {% generation %} and "
                              "{% endgeneration %} around it in the template")
         spans.append((len(before), ends[stops[0]]))
-    weights = [message.get('weight') for message in messages if message['role'] == 'assistant']
-    weights = [1 if weight is None else weight for weight in weights]
-    if wrong := [weight for weight in weights if weight not in (0, 1)]:
-        raise ValueError(f"the weight of a message must be 0 or 1, not {wrong[0]!r:.40}")
-    if not all(weights):
-        if len(weights) != len(spans):
-            raise ValueError("weight needs a chat template that marks each answer, and this one marks "
-                             f"{len(spans)} parts where there are {len(weights)} answers: leave weight out")
-        spans = [span for span, weight in zip(spans, weights) if weight]
     scored = np.zeros(len(ids), bool)
     for start, end in spans:
         scored |= (ends > start) & (starts < end)

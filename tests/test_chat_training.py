@@ -89,26 +89,6 @@ def test_an_answer_with_the_text_of_its_end_is_refused():
     assert chat_tokenizer(TEXTS).decode(ids[scored]) == 'a <|im_end|> b<|im_end|>'
 
 
-def test_an_answer_of_weight_0_is_read_and_not_scored():
-    """Where the template marks answers, and where it does not. One that marks others cannot say which these are."""
-    made = chat_tokenizer(TEXTS)
-    said = [dict(role='user', content='Hi'), dict(role='assistant', content='the house', weight=0),
-            dict(role='user', content='and'), dict(role='assistant', content='a mouse', weight=1)]
-    for tokenizer in made, answers.chat_tokenizer(JSONTokenizer(made.json)):
-        ids, scored = scored_tokens(tokenizer, said)
-        assert 'the house' in tokenizer.decode(ids) and 'a mouse' in tokenizer.decode(ids[scored])
-        assert 'house' not in tokenizer.decode(ids[scored])
-    twice = with_template(made, '{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}')
-    with pytest.raises(ValueError, match='marks 4 parts where there are 2 answers: leave weight out'):
-        scored_tokens(twice, said)
-    said[1]['weight'] = None  # as exports that write all fields have it
-    assert 'the house' in made.decode(scored_tokens(made, said)[0])
-    for weight in '0', [0], 2, math.nan:
-        said[1]['weight'] = weight
-        with pytest.raises(ValueError, match='the weight of a message must be 0 or 1, not'):
-            scored_tokens(made, said)
-
-
 def test_a_model_without_a_template_gets_the_plain_one(monkeypatch):
     bare = JSONTokenizer(chat_tokenizer(TEXTS).json)
     for made in (answers.chat_tokenizer(bare), answers.chat_tokenizer(answers.chat_tokenizer(bare))):
@@ -295,6 +275,7 @@ HI = dict(role='user', content='Hi')
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content='\ud800')])), 'line 1: characters'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=' ')])), 'message 2, of the assistant, is empty'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=None, tool_calls=[{}])])), 'message 2 calls'),
+    (json.dumps(dict(messages=[HI, dict(HI, role='assistant', weight=0)])), 'message 2 has a weight'),
     (json.dumps(dict(messages=[HI, dict(role='assistant', content=None)])), 'role and content of message 2'),
     (json.dumps(dict(messages=[HI, dict(role='gpt', content='a')])), 'line 1: the role of message 2 must'),
     (json.dumps(dict(messages=[HI, dict(role='assistant', content='a\ufdd0b')])), 'line 1: a message has'),

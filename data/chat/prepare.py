@@ -7,8 +7,7 @@ where a conversation begins), meta.json and the tokenizer's files in this folder
     python data/chat/prepare.py --input=a.jsonl,b.jsonl      others
 
 A line of a file is a conversation in OpenAI's format: {"messages": [{"role": "user", "content": "Hello"}, ...]}. Those
-with "held_out": true are for validation; if there are none, every tenth one is. An answer with "weight": 0 is read, and
-not scored.
+with "held_out": true are for validation; if there are none, every tenth one is.
 """
 import os
 import sys
@@ -67,6 +66,8 @@ def is_conversation(line):
     for i, message in enumerate(messages := line['messages'], 1):
         if message.get('tool_calls') or message.get('function_call'):
             raise ValueError(f"message {i} calls tools, but only texts can be trained on: leave the line out")
+        if message.get('weight') not in (None, 1):
+            raise ValueError(f"message {i} has a weight, but all answers are scored alike: leave it out")
         role, content = message['role'], message['content']
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"role and content of message {i} must be texts")
