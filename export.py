@@ -33,20 +33,14 @@ def main(config):
     if to == 'hf':
         target = path or os.path.join(folder, 'hf')
         family = to_huggingface(model, target, tokenizer)
-        say(f"{target}, a {family}: {', '.join(sorted(os.listdir(target)))}")
-        say(f"serve it with: vllm serve {target}")
+        print(f"{target}, a {family}: {', '.join(sorted(os.listdir(target)))}", file=sys.stderr)
+        print(f"serve it with: vllm serve {target}", file=sys.stderr)
     else:
         target = path or os.path.join(folder, 'model.gguf')
         kind = to_gguf(model, target, type, tokenizer)
-        say(f"{target}: {os.path.getsize(target) / 1e6:.1f} MB, {type}, tokenizer {kind}")
-        if kind == 'rwkv' and not ''.join(tokenizer.chars).isascii():
-            say("llama.cpp may never return from a prompt with a character beyond ASCII that the model has not seen")
-        say("llama.cpp differs in GELU, in windows and where a context ends: see docs/SERVING.md, GGUF")
-        say(f"serve it with: llama-server -m {target}")
-
-
-def say(line):
-    print(line, file=sys.stderr)
+        print(f"{target}: {os.path.getsize(target) / 1e6:.1f} MB, {type}, tokenizer {kind}", file=sys.stderr)
+        print("llama.cpp differs in GELU, windows, long texts and new characters: see docs/SERVING.md", file=sys.stderr)
+        print(f"serve it with: llama-server -m {target}", file=sys.stderr)
 
 
 if __name__ == '__main__':

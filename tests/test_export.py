@@ -14,7 +14,7 @@ def test_the_newest_checkpoint_goes_to_both_formats_and_comes_back(repo, trained
     for settings, path in (([], 'out/model.gguf'), (['--init_from=out/hf'], 'out-hf/model.gguf')):
         done = run(repo, 'export.py', '--to=gguf', *settings)
         assert done.returncode == 0 and not done.stdout, done.stderr
-        for line in (f'llama-server -m {path}', 'docs/SERVING.md, GGUF'):
+        for line in (f'llama-server -m {path}', 'see docs/SERVING.md'):
             assert line in done.stderr
     assert (repo / 'out' / 'model.gguf').read_bytes() == (repo / 'out-hf' / 'model.gguf').read_bytes()
     greedy = ('--device=cpu', '--num_samples=1', '--temperature=0', '--max_new_tokens=10', '--start=The ')
