@@ -181,8 +181,11 @@ class JSONTokenizer(Tokenizer):
         return first if first in self.added_ids else None
 
     def conversation(self, messages, /, **variables):
-        """The ids of what `ChatTemplate.render` makes of a conversation, and its ValueError."""
-        return self.encode(self.chat_template.render(messages, **variables), add_special_tokens=False)
+        """The ids of what `ChatTemplate.render` makes of a conversation. ValueError if it fails, or says no message."""
+        text, said = self.chat_template.render(messages, **variables), [message.get('content') for message in messages]
+        if any(said) and not any(each.strip() in text for each in said if each):
+            raise ValueError("the chat template leaves out what is said: it may be for lists of parts, not for texts")
+        return self.encode(text, add_special_tokens=False)
 
     def encode(self, text, add_special_tokens=True):
         """

@@ -3,7 +3,6 @@ import re
 import signal
 import sys
 import time
-from functools import partial
 from importlib.util import find_spec
 
 from tokenizer import TextStream
@@ -82,13 +81,12 @@ class Conversation:
 
 
 def edits_lines():
-    """Let `input` edit lines, and take a paste as one. Returns what sets the terminal back, None if there is none."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty() and find_spec('readline') and find_spec('termios')):
-        return None
+    """Let `input` edit lines, and take a paste as one, in a terminal. Returns whether it does."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty() and find_spec('readline')):
+        return False
     import readline
-    import termios
     readline.parse_and_bind('set enable-bracketed-paste on')
-    return partial(termios.tcsetattr, 0, termios.TCSADRAIN, termios.tcgetattr(0))
+    return True
 
 
 def messages_of(user, edits):
@@ -113,11 +111,10 @@ def messages_of(user, edits):
 
 def talk(conversation, max_new_tokens, first=()):
     """Read what the user says, see `messages_of` and HELP, and print the answers as they come."""
-    c, restore = conversation, edits_lines()
-    if restore:
-        import tty
+    c, edits = conversation, edits_lines()
+    if edits:
         print("Write a message. /help shows the commands, Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr)
-    for text in messages_of(first, edits=restore):
+    for text in messages_of(first, edits):
         command, _, rest = text.partition(' ')
         if command in ('/exit', '/quit', '/bye'):
             return
@@ -134,9 +131,6 @@ def talk(conversation, max_new_tokens, first=()):
         elif text.strip():
             began, before = time.perf_counter(), signal.signal(signal.SIGINT, c.stop)  # no step is broken off
             try:
-                if restore:  # what is typed now waits unseen; a terminal that collects lines cuts them at 4,095 letters
-                    tty.setcbreak(0, tty.TCSADRAIN)
-                    print('\033[?2004h', end='', flush=True)  # a paste is still marked as one
                 for piece in c.answer(text, max_new_tokens):
                     print(piece, end='', flush=True)
             except ValueError as e:
@@ -144,9 +138,6 @@ def talk(conversation, max_new_tokens, first=()):
                 continue
             finally:
                 signal.signal(signal.SIGINT, before)
-                if restore:
-                    restore()
-                    print('\033[?2004l', end='', flush=True)
             print(flush=True)
             if c.cut:
                 print(f"[the answer was cut {c.cut}]", file=sys.stderr)

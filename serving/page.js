@@ -133,9 +133,11 @@ function patch(element, other, first = 0) {
 // A view of a text that grows, as Markdown. Its blocks but the last stand, and are not read again.
 class Markdown {
   constructor() {
-    Object.assign(this, {element: make('div', {className: 'text'}), at: 0, n: 0})
+    Object.assign(this, {element: make('div', {className: 'text'}), at: 0, n: 0, next: 0})
   }
-  show(whole, ended) {  // at: where the last block begins in it; n: the nodes before that block
+  show(whole, ended) {  // at: where the last block begins in it; n: the nodes before that block; next: when to read it
+    const start = performance.now()
+    if (start < this.next && !ended) return
     const text = whole.replace(/\r\n?/g, '\n'), part = text.slice(this.at)
     try {
       const blocks = markdown.lexer(ended ? part : part.replace(UNSURE, ''))
@@ -149,6 +151,7 @@ class Markdown {
       if (!(error instanceof RangeError)) throw error  // blocks within blocks, without end
       patch(this.element, make('div', {}, make('p', {className: 'raw', textContent: part})), this.n)
     }
+    this.next = start + 5 * Math.max(0, performance.now() - start - 30)  // a long block is read less often
   }
 }
 
@@ -381,7 +384,7 @@ async function answer(turn, fields) {
 
 async function say(message, i = place ?? turns.length, repeats = 0) {
   const before = {turns, place}, turn = new Turn(i, {message, repeats}), n_behind = turns.length - i - 1
-  if (n_behind > 0 && !confirm(`This deletes ${count(n_behind, 'turn')} behind it.`)) return
+  if (n_behind > 0 && !confirm(`This deletes the ${count(n_behind, 'turn')} behind this one.`)) return
   setTurns([...turns.slice(0, i), turn])
   repeats ? edit() : edit(null, draft)
   if (await answer(turn, {messages: conversation().slice(0, -1)})) return
@@ -454,7 +457,7 @@ function rowOf(kept) {
 
 // Show another chat, or a new one.
 function showChat({id, name, system, turns: others} = {...newChat(), turns: []}) {
-  if (unkept && !confirm('The browser has no room for the chat that is shown: it will be lost.')) return
+  if (unkept && !confirm(`This chat is not kept: ${unkept}. Its newest turns will be lost.`)) return
   tell()
   chat = {id, name}
   if (system !== undefined) keep('system', $('system').value = system)
@@ -481,7 +484,7 @@ function exportChat(kept) {
 function deleteChat(kept) {
   if (!confirm(`Delete “${titleOf(kept)}”?`)) return
   local.removeItem(CHAT + kept.id)
-  if (kept.id !== chat.id) { listChats(); return $('new').focus() }
+  if (kept.id !== chat.id) { unkept ? keepChat() : listChats(); return $('new').focus() }
   unkept = ''
   showChat()
 }

@@ -249,12 +249,6 @@ def test_a_terminal(folder):
             t.type('/clear\r')
             t.type(keys)
             assert t.prompt_length() == length(said), said[:20]
-        t.type('/clear\r')
-        t.type('y' * 1000 + '\r')
-        t.write('\x1b[200~z\r' + 'z' * 5000 + '\x1b[201~\r')  # while it answers
-        said = dict(role='user', content='y' * 1000), dict(role='assistant', content='')
-        both = tokenizer.conversation([system, *said, dict(role='user', content='z\n' + 'z' * 5000)])
-        assert t.prompt_length() == length('y' * 1000) and 0 <= t.prompt_length() - len(both) <= 8
         t.type('\r')
         t.type('/hepl\r')
         t.until('no command /hepl')

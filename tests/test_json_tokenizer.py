@@ -12,6 +12,7 @@ import checkpoint
 import formats
 import model as plain_model
 import tokenizer as tokenizers
+from chat.template import ChatTemplate
 from tokenizer import CharTokenizer, JSONTokenizer, TextStream
 
 LONG = TEXT + '<|endoftext|>' + ' unheard of: Ωμέγα, \U0001f9ff, \u0301, \t\t   end ' * 3
@@ -223,6 +224,18 @@ def folder_with(folder, **files):
 
 def tokenizer_of(folder):
     return tokenizers.from_state(json.loads(json.dumps(tokenizers.state_of_dataset(folder))))
+
+
+def test_a_template_that_leaves_out_what_is_said_is_refused():
+    """One for lists of parts, as those of models that read images, would drop the texts in silence."""
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}."
+    tokenizer = json_tokenizer(TEXT)
+    tokenizer.chat_template = ChatTemplate(parts)
+    for content in 'Hello', ' Hello ':
+        with pytest.raises(ValueError, match='leaves out what is said'):
+            tokenizer.conversation([dict(role='user', content=content)])
+    for content in ' ', '', None:
+        assert tokenizer.conversation([dict(role='user', content=content or '')]) == tokenizer.encode('.')
 
 
 @pytest.mark.parametrize('config, generation_config, tokenizer_config, ends', [

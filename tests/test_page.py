@@ -482,7 +482,8 @@ def test_a_turn_is_stopped_edited_and_repeated_and_the_page_asks_before_it_delet
     chat.ask('three')
     whole = chat.turns()
     chat['#message'].send_keys('a draft')
-    assert chat.press('Repeat turn 2', 'dismiss') == 'This deletes 1 turn behind it.' and chat.turns() == whole
+    assert chat.press('Repeat turn 2', 'dismiss') == 'This deletes the 1 turn behind this one.'
+    assert chat.turns() == whole
     chat.press('Repeat turn 2', 'accept')
     assert chat.is_answered(said, seed=1337 + 1 + 1000)
     chat.ask('three')
@@ -499,7 +500,7 @@ def test_a_turn_is_stopped_edited_and_repeated_and_the_page_asks_before_it_delet
     assert chat['#message'].get_property('value') == 'a draft' and not chat.all('.turn.replaced')
     chat.press('Edit turn 1')
     chat.say('uno')
-    assert chat.dialog('dismiss') == 'This deletes 2 turns behind it.'
+    assert chat.dialog('dismiss') == 'This deletes the 2 turns behind this one.'
     assert chat.turns() == whole and chat['#message'].get_property('value') == 'uno'
     chat['#go'].click()
     chat.dialog('accept')
@@ -737,7 +738,7 @@ def test_a_browser_that_keeps_no_more_chats(chat, why, refuse):
         for end in ('dismiss', 'accept'):
             assert chat.turns() == whole and why in chat.text('#unkept')
             chat['#new'].click()
-            assert 'it will be lost' in chat.dialog(end)
+            assert chat.dialog(end).endswith('Its newest turns will be lost.')
         assert not chat.turns() and not chat.text('#unkept')
     finally:
         chat.browser.execute_cdp_cmd('Page.removeScriptToEvaluateOnNewDocument', script)

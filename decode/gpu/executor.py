@@ -106,7 +106,9 @@ class GPUExecutor:
             inputs.sequences.fill_(-1)  # what is run to be recorded writes nothing
             inputs.left.fill_(0)
             inputs.step.fill_(0)  # that of the last call may be past the last row of `drawn`
-            self.graphs[kind, R] = self.queue.record(run, next(iter(self.graphs.values()), None))
+            graphs, self.graphs = self.graphs, {}  # forgotten if this fails: their pool may be broken then
+            graphs[kind, R] = self.queue.record(run, next(iter(graphs.values()), None))
+            self.graphs = graphs
         return self.graphs[kind, R]
 
     def prepare(self, progress=lambda graphs: graphs):

@@ -13,7 +13,7 @@ class Queue:
 
     @cached_property
     def stream(self):
-        """That of recordings."""
+        """On which graphs are recorded."""
         return torch.cuda.Stream(self.device)
 
     def record(self, step, other=None):

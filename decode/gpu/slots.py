@@ -44,8 +44,8 @@ class Columns(namedtuple('Columns', 'sinks ring n_columns n_splits')):
 class Row:
     """
     A row of the tables on the device, and what is there of a sequence: the slots of its `Runs` for the sinks and all
-    later tokens up to position until - 1; and the marks and biases of its settings, after so many drawn tokens:
-    marked has both, or is None while that is not known.
+    later tokens up to position until - 1; and its marks and biases. marked: (its settings, how many tokens it had
+    drawn) when these were written, None if that is not known.
     """
     __slots__ = 'number', 'sequence', 'runs', 'until', 'marked'
 
