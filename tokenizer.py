@@ -182,8 +182,9 @@ class JSONTokenizer(Tokenizer):
 
     def conversation(self, messages, /, **variables):
         """The ids of what `ChatTemplate.render` makes of a conversation. ValueError if it fails, or says no message."""
-        text, said = self.chat_template.render(messages, **variables), [message.get('content') for message in messages]
-        if any(said) and not any(each.strip() in text for each in said if each):
+        text = self.chat_template.render(messages, **variables)
+        words = ' '.join([message.get('content') or '' for message in messages]).split()
+        if words and not any(word in text for word in words):
             raise ValueError("the chat template leaves out what is said: it may be for lists of parts, not for texts")
         return self.encode(text, add_special_tokens=False)
 
