@@ -181,11 +181,11 @@ class JSONTokenizer(Tokenizer):
         return first if first in self.added_ids else None
 
     def conversation(self, messages, /, **variables):
-        """The ids of what `ChatTemplate.render` makes of a conversation. ValueError if it fails, or says no message."""
-        text = self.chat_template.render(messages, **variables)
-        words = ' '.join([message.get('content') or '' for message in messages]).split()
-        if words and not any(word in text for word in words):
-            raise ValueError("the chat template leaves out what is said: it may be for lists of parts, not for texts")
+        """The ids of what `ChatTemplate.render` makes of a conversation. ValueError if it has no word of them."""
+        text, contents = self.chat_template.render(messages, **variables), [m.get('content') or '' for m in messages]
+        if ''.join(contents).strip() and not any(word in text for each in contents for word in each.split()):
+            raise ValueError("the chat template leaves out the text of every message, perhaps because it reads lists "
+                             "of parts: use a template that reads texts")
         return self.encode(text, add_special_tokens=False)
 
     def encode(self, text, add_special_tokens=True):

@@ -60,7 +60,8 @@ def scored_tokens(tokenizer, messages):
                                  "answer: leave it out")
         before = template.render(messages[:i])
         stops = np.flatnonzero(np.isin(ids, tokenizer.end_tokens) & (starts >= len(before)))
-        if not text.startswith(before) or not len(stops):
+        is_shown = not (words := messages[i]['content'].split()) or any(word in text[len(before):] for word in words)
+        if not text.startswith(before) or not len(stops) or not is_shown:
             raise ValueError(f"the chat template does not show where message {i + 1}, of the assistant, begins and "
                              "ends: put a message of the user before it, or {% generation %} and "
                              "{% endgeneration %} around it in the template")

@@ -81,7 +81,7 @@ class Conversation:
 
 
 def edits_lines():
-    """Let `input` edit lines, and take a paste as one, in a terminal. Returns whether it does."""
+    """In a terminal, let `input` edit lines and read a paste as one. Returns whether it does."""
     if not (sys.stdin.isatty() and sys.stdout.isatty() and find_spec('readline')):
         return False
     import readline

@@ -156,7 +156,7 @@ def write_dataset(folder, parts, tokenizer, source, ends=False):
 def pieces(text):
     """
     A text in pieces of ENCODED characters or more, cut after a line break that follows no blank and precedes a letter
-    or a digit. Byte pairs as GPT-2's do not cross it; other tokenizers may have a token more or less there.
+    or a digit. GPT-2's byte pairs never cross such a place; other tokenizers may write one token more or less there.
     """
     start, end, cut = 0, -1, re.compile(r'(?<=\S)\n(?=\w)')
     while end < len(text):

@@ -158,8 +158,8 @@ def slots_between(sequences, low, high):
     n_found, n_seen = np.bincount(of_run, counts, len(tables)).astype(int), np.maximum(high - low, 0)
     if (n_found != n_seen).any():
         number = int((n_found != n_seen).argmax())
-        raise Refused(f"sequence number {number} of this batch has slots for {n_found[number]} of {n_seen[number]} "
-                      "positions that its new tokens see: its runs must have all of them")
+        raise Refused(f"the new tokens of sequence number {number} of this batch see {n_seen[number]} positions, but "
+                      f"its runs have slots for {n_found[number]} of them: give it slots for all")
     offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # 0, 1, ... within each run
     seq, position, slot = np.repeat((of_run, begin, slot + begin - position), counts, axis=1)
     return seq, position + offset, slot + offset

@@ -135,7 +135,7 @@ class Markdown {
   constructor() {
     Object.assign(this, {element: make('div', {className: 'text'}), at: 0, n: 0, next: 0})
   }
-  show(whole, ended) {  // at: where the last block begins in it; n: the nodes before that block; next: when to read it
+  show(whole, ended) {  // at: where the last block begins in it; n: the nodes before it; next: when to read it again
     const start = performance.now()
     if (start < this.next && !ended) return
     const text = whole.replace(/\r\n?/g, '\n'), part = text.slice(this.at)

@@ -89,6 +89,14 @@ def test_an_answer_with_the_text_of_its_end_is_refused():
     assert chat_tokenizer(TEXTS).decode(ids[scored]) == 'a <|im_end|> b<|im_end|>'
 
 
+def test_a_template_that_leaves_out_answers_is_refused():
+    """One for lists of parts would leave nothing but their ends to be learned."""
+    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
+    said = [dict(role='user', content='Hi'), dict(role='assistant', content='the house')]
+    with pytest.raises(ValueError, match='does not show where message 2, of the assistant'):
+        scored_tokens(with_template(chat_tokenizer(TEXTS), parts), said)
+
+
 def test_a_model_without_a_template_gets_the_plain_one(monkeypatch):
     bare = JSONTokenizer(chat_tokenizer(TEXTS).json)
     for made in (answers.chat_tokenizer(bare), answers.chat_tokenizer(answers.chat_tokenizer(bare))):
@@ -275,7 +283,7 @@ HI = dict(role='user', content='Hi')
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content='\ud800')])), 'line 1: characters'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=' ')])), 'message 2, of the assistant, is empty'),
     (json.dumps(dict(messages=[HI, dict(HI, role='assistant', content=None, tool_calls=[{}])])), 'message 2 calls'),
-    (json.dumps(dict(messages=[HI, dict(HI, role='assistant', weight=0)])), 'message 2 has a weight'),
+    (json.dumps(dict(messages=[HI, dict(HI, role='assistant', weight=0)])), 'message 2 has the weight 0'),
     (json.dumps(dict(messages=[HI, dict(role='assistant', content=None)])), 'role and content of message 2'),
     (json.dumps(dict(messages=[HI, dict(role='gpt', content='a')])), 'line 1: the role of message 2 must'),
     (json.dumps(dict(messages=[HI, dict(role='assistant', content='a\ufdd0b')])), 'line 1: a message has'),

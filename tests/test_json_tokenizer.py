@@ -232,7 +232,7 @@ def test_a_template_that_leaves_out_what_is_said_is_refused():
     tokenizer = json_tokenizer(TEXT)
     tokenizer.chat_template = ChatTemplate(parts)
     for content in 'Hello', ' Hello ':
-        with pytest.raises(ValueError, match='leaves out what is said'):
+        with pytest.raises(ValueError, match='leaves out the text of every message'):
             tokenizer.conversation([dict(role='user', content=content)])
     for content in ' ', '', None:
         assert tokenizer.conversation([dict(role='user', content=content or '')]) == tokenizer.encode('.')

@@ -67,7 +67,7 @@ def is_conversation(line):
         if message.get('tool_calls') or message.get('function_call'):
             raise ValueError(f"message {i} calls tools, but only texts can be trained on: leave the line out")
         if message.get('weight') not in (None, 1):
-            raise ValueError(f"message {i} has a weight, but all answers are scored alike: leave it out")
+            raise ValueError(f"message {i} has the weight {message['weight']!r:.20}, but all count alike: leave it out")
         role, content = message['role'], message['content']
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"role and content of message {i} must be texts")

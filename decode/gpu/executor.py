@@ -106,7 +106,7 @@ class GPUExecutor:
             inputs.sequences.fill_(-1)  # what is run to be recorded writes nothing
             inputs.left.fill_(0)
             inputs.step.fill_(0)  # that of the last call may be past the last row of `drawn`
-            graphs, self.graphs = self.graphs, {}  # forgotten if this fails: their pool may be broken then
+            graphs, self.graphs = self.graphs, {}  # a recording that fails may break their pool: then all are forgotten
             graphs[kind, R] = self.queue.record(run, next(iter(graphs.values()), None))
             self.graphs = graphs
         return self.graphs[kind, R]

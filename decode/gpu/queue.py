@@ -13,7 +13,7 @@ class Queue:
 
     @cached_property
     def stream(self):
-        """On which graphs are recorded."""
+        """The stream on which graphs are recorded."""
         return torch.cuda.Stream(self.device)
 
     def record(self, step, other=None):

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-# older processors that the environment variable DECODE_CPU can name: {name: (its name in LLVM, its features)}
+# {value of the environment variable DECODE_CPU: (the name of that older processor in LLVM, its features)}
 CPUS = {'avx2': ('haswell', {'avx2': True}), 'avxvnni': ('alderlake', {'avx2': True, 'avxvnni': True})}
 features = llvm.get_host_cpu_features()
 ARM = platform.machine() in ('aarch64', 'arm64')

@@ -33,8 +33,7 @@ LARGEST_NORM = 1e15  # of rows for which its bounds are finite
  N_DRAWN,        # result: after how many steps tokens were drawn
  ENDED,          # result: how many threads' draws have returned 0
  DRAW_NS,        # result: nanoseconds that the draws took
- N_LARGEST,      # how many of the largest logits of each row are wanted; 0: all. A step sets it to 0 if its bounds
-                 # leave too few tokens out, see screening.py
+ N_LARGEST,      # how many of the largest logits of each row are wanted; 0: all. screening.py may set it to 0
  LOGITS_STEP,    # bytes from the logits of a step to those of the next one; 0: each step writes over the last one's
  # of the stored keys and values: those of head h begin at slot * SLOT_STRIDE + h * HEAD_STRIDE
  N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(29)

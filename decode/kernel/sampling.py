@@ -367,7 +367,7 @@ def next_token(table, i, row, scratch):
                 own[t] = row[t]
         change(own, V, changes, settings, number, stops, n_stops)
         row = own
-    # one hash of the seed and the token's number, see `exponential_noise` of decode/draw.py
+    # the hash of the seed and of the token's number, as in `exponential_noise` of decode/draw.py
     key = mixed(mixed(uint64(longs_at(table[SEEDS])[i]) + GOLDEN) + uint64(number + 1) * GOLDEN)
     token = drawn(row, V, settings, key, scratch)
     longs_at(table[NUMBERS])[i] += 1

@@ -80,8 +80,8 @@ def find_bounds(memory, sizes, r, x):
     products, errors = memory[layout.SCREEN_LOGITS], floats_at(memory[layout.SCREEN_ERRORS])
     low, high = floats_at(products + 4 * r * V), floats_at(products + 4 * (R + r) * V)
     norms, size = floats_at(memory[layout.SCREEN_NORMS]), norm(x, r * K, K)
-    # Rounding changes each of the two sums of K products by at most K / 2 ** 24 times the norms, whatever its order.
-    # Scales and bounds are rounded a few times more, for which 64 is enough. Products of tiny numbers may become 0.
+    # Each of the two sums has K products. In any order, rounding changes a sum by at most K / 2 ** 24 times the norms.
+    # 64 covers the roundings of scales and bounds, which are fewer; `least` covers products that are rounded to 0.
     rest, least = norm(x, (R + r) * K, K) + (K + 64) * 2.0**-23 * size, constant(1e-30)
     of_error, of_norm = splat(np.float32(size)), splat(np.float32(rest))
     for i in range(0, V, LANES):
