@@ -48,7 +48,7 @@ def dots_in_order(monkeypatch):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Attention has several splits, and tiles within a split, of a few keys; and linears have parts."""
-    for module in 'decode.gpu.attention', 'decode.gpu.slots':
+    for module in 'decode.gpu.attention', 'decode.gpu.tables':
         monkeypatch.setattr(f'{module}.TILE', 16)
         monkeypatch.setattr(f'{module}.SMALL_TILE', 16)
         monkeypatch.setattr(f'{module}.SPLIT', 32)

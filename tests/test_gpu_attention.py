@@ -8,8 +8,8 @@ import torch
 from conftest import sizes
 from on_triton import DEVICE, QUIET, small_tiles  # noqa: F401 (a fixture)
 
-from decode.gpu import attention, slots
-from decode.gpu.slots import Columns
+from decode.gpu import attention, tables
+from decode.gpu.tables import Columns
 from kvcache.storage import Layer
 from model import GPTConfig
 from positions import alibi_slopes
@@ -34,7 +34,7 @@ def attended(rows, block_size=100, n_slots=3000, dtype=torch.float32, far=0, apa
                            ended=torch.zeros(len(rows) * c.n_head, dtype=torch.int32, device=DEVICE))
     table = (600 * torch.arange(5)[:, None] + 7 * torch.arange(columns.n_columns) % 599) % n_slots  # none is shared
     sequences, positions = (torch.tensor(each, device=DEVICE) for each in zip(*rows))
-    inputs = SimpleNamespace(positions=positions + far * (positions >= 0) * math.lcm(columns.ring or 1, slots.SPLIT),
+    inputs = SimpleNamespace(positions=positions + far * (positions >= 0) * math.lcm(columns.ring or 1, tables.SPLIT),
                              sequences=sequences.int(), slot_table=table.int().to(DEVICE))
     n = (c.n_head + 2 * c.n_kv_head) * c.head_dim
     qkv = torch.stack([torch.randn(n, generator=torch.Generator().manual_seed(p))

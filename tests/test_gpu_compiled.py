@@ -42,7 +42,7 @@ def compile_for(arch, dtype, kv, how):
         patch.setattr(triton.runtime.driver, '_active', device)
         patch.setattr(triton.JITFunction, '__getitem__', lambda kernel, grid: lambda *args, **how: found.append(
             kernel.run(*args, grid=grid, warmup=True, **how)))  # what would launch a kernel compiles it
-        executor.step.draw(executor.table.inputs.rows(8))
+        executor.step.draw(executor.tables.inputs.rows(8))
     return [dict(name=each.name, ptx=each.asm['ptx'], shared=each.metadata.shared) for each in found]
 
 

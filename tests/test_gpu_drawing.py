@@ -16,8 +16,7 @@ from toy_executor import bitmap
 from decode.draw import DrawSettings, changed, exponential_noise
 from decode.draw import draw as draw_of_definition
 from decode.gpu import drawing
-from decode.gpu.slots import Rows
-from decode.gpu.tables import BROKEN, FIELDS, IS_STOP, NOTHING, STOPS, CallTable, StepInputs
+from decode.gpu.tables import BROKEN, FIELDS, IS_STOP, NOTHING, STOPS, StepInputs, Tables
 
 pytestmark = QUIET
 NEAR = 1e-5  # of a border of what is kept, or of the largest score: there roundings may draw another token
@@ -33,15 +32,15 @@ def settings_of(vocab_size, hows, seeds=None):
 
 
 def table_of(R, vocab_size):
-    return CallTable(R, vocab_size, torch.zeros(R, 1, dtype=torch.int32, device=DEVICE), Direct())
+    return Tables(SimpleNamespace(vocab_size=vocab_size, block_size=1, window=0), R, DEVICE, Direct())
 
 
 def state_of(vocab_size, hows, seeds=None, left=100, numbers=(0,) * 99):
     """`StepInputs` of rows with these arguments of `DrawSettings`, whose tables are in another order."""
     R = len(hows)
     table = table_of(R, vocab_size)
-    rows = Rows(R)([SimpleNamespace(settings=s, n_drawn=number, tokens=[])
-                    for s, number in zip(settings_of(vocab_size, hows, seeds), numbers)])
+    rows = table.rows([SimpleNamespace(settings=s, n_drawn=number, tokens=[])
+                       for s, number in zip(settings_of(vocab_size, hows, seeds), numbers)])
     table.step(rows, 1, np.full(R, 3), np.arange(R) + 10)
     table.draw(rows, left)
     table.send()
@@ -227,7 +226,7 @@ def test_only_allowed_tokens_are_drawn():
     logits, rng, table = rows_of(3, 200), np.random.default_rng(1), table_of(3, 200)
     texts = [SimpleNamespace(settings=s, n_drawn=0, tokens=[]) for s in settings_of(
         200, [dict(), dict(top_k=5, logit_bias={7: 90.0, 8: 90.0}), dict(temperature=0.0)])]
-    rows = Rows(3)(texts)
+    rows = table.rows(texts)
     for n in (1, 3, 60, 0):
         for text in texts[:2]:
             text.n_drawn, text.settings.allowed = n, bitmap({7, *rng.choice(200, n).tolist()}, 200)

@@ -23,8 +23,7 @@ from decode.draw import DrawSettings, draw
 from decode.gpu import check
 from decode.gpu.executor import BUCKETS, GPUExecutor
 from decode.gpu.queue import Queue
-from decode.gpu.slots import Rows
-from decode.gpu.tables import MOST_STEPS
+from decode.gpu.tables import MOST_STEPS, Tables
 from engine import Engine
 from kvcache import PagePool, make_layers
 
@@ -220,8 +219,8 @@ def test_no_graph_is_recorded_in_the_pool_of_forgotten_ones(monkeypatch):
     """
     m, queue = model_of('rope'), Recorded(monkeypatch)
     executor = gpu(m, queue)
-    executor.table.inputs.left.fill_(3)
-    executor.table.inputs.step.fill_(MOST_STEPS)
+    executor.tables.inputs.left.fill_(3)
+    executor.tables.inputs.step.fill_(MOST_STEPS)
     for _ in range(2):
         executor.hold(make_layers(m, 8, 'float32'))
         executor.prepare(lambda graphs: graphs[-3:])
@@ -232,7 +231,7 @@ def test_no_graph_is_recorded_in_the_pool_of_forgotten_ones(monkeypatch):
     executor.graph('step', 8)
     a, b, c = (queue.pools[i] for i in (0, 3, -1))
     assert queue.pools == [a] * 3 + [b] * 4 + [c] and len({a, b, c}) == 3
-    assert not executor.table.inputs.marks.any()
+    assert not executor.tables.inputs.marks.any()
 
 
 def test_nothing_is_recorded_in_service_and_nothing_kept_behind_it(monkeypatch):
@@ -256,18 +255,20 @@ def test_settings_take_the_place_of_those_before(monkeypatch):
     """Also of those that were written in part. Nothing of them stays."""
     m = model_of('rope')
     a, b = (Text([1], temperature=t, stop_ids=[t], min_tokens=t, logit_bias={9 + t: t}) for t in (1, 2))
-    table, rows = gpu(m).table, Rows(1)
 
-    def loaded(table, text, rows=rows):
-        table.draw(rows([text]), np.ones(1, int))
-        table.send()
-        return table.inputs
-    loaded(table, a)
+    def fresh():
+        return Tables(m.config, 1, 'cpu', Direct())
+
+    def loaded(tables, text):
+        tables.draw(tables.rows([text]), np.ones(1, int))
+        tables.send()
+        return tables.inputs
+    loaded(tables := fresh(), a)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(table.queue, 'put', Mock(side_effect=KeyboardInterrupt))
-        loaded(table, b)
+        patch.setattr(tables.queue, 'put', Mock(side_effect=KeyboardInterrupt))
+        loaded(tables, b)
     for text in b, a:
-        assert all(map(torch.equal, loaded(table, text), loaded(gpu(m).table, text, Rows(1))))
+        assert all(map(torch.equal, loaded(tables, text), loaded(fresh(), text)))
 
 
 def test_what_it_does_not_know_is_refused():

@@ -5,9 +5,8 @@ neither on the other rows of its step nor on how its text was divided into steps
     executor     checks a batch, puts its inputs on the device, replays its graphs
     check        what is tried when it is made: logits, bits and tokens on this device
     step         one step: which function follows which
-    tables       what the host writes before a call, what stays on the device, and what is read back
-    slots        which sequence has which row of the tables, and where the slot of a position is
-    linears, storing, attention, drawing    the functions of a step, which are Triton kernels
+    tables       which sequence has which row, and where its slots are; what is written before a call, and read back
+    linears, attention, drawing    the functions of a step, which are Triton kernels
     ordering     a kernel begins before the one before it has ended; which program ends last
     queue        what the device does one after the other: graphs, copies, events
 """

@@ -1,5 +1,5 @@
 """
-Attention on a GPU, over the keys and values in their slots.
+Attention on a GPU: it stores the keys and values of new tokens, and attends over all in their slots.
 
 The keys that a row sees are divided into splits, so that a few rows keep the whole GPU busy. A split is attended TILE
 keys at a time, with a running maximum of the scores (arXiv:2205.14135). The program of a row that ends last adds up its
@@ -10,10 +10,10 @@ in a long context. Sinks are the first split. Keys and values that are not seen 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from decode.gpu.ordering import is_last, overlap, wait
-from decode.gpu.slots import SMALL_TILE, SPLIT, SPLITS, TILE
-from decode.gpu.storing import slot_of, store_kernel, store_new, what_is_stored
+from decode.gpu.tables import SMALL_TILE, SPLIT, SPLITS, TILE
 
 PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many rows, each head of a row has a program
 STAGES = 2  # tiles of 16 bits that are in memory at a time: one is attended, the other is on its way
@@ -29,16 +29,21 @@ def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
     a `kvcache.storage.Layer`. apart: all rows are of different sequences, so the program that reads a new key can store
     it.
     """
-    c, n_splits, R = step.config, step.columns.n_splits, len(q)
-    arguments, constants = what_is_stored(step, layer, inputs, q, angles)
+    c, k, v, n_splits, R = step.config, layer.k, layer.v, step.columns.n_splits, len(q)
+    shared, one, padded = c.n_head // c.n_kv_head, q.dtype == torch.float32, max(16, triton.next_power_of_2(c.head_dim))
+    # numbers that share a scale in int8: a power of two, or all of a head, which is padded to one; 0 for other types
+    group = 0 if k.scale is None else k.group
+    arguments = (qkv, q, angles, k.data, v.data, k.scale, v.scale, inputs.positions, inputs.sequences,
+                 inputs.slot_table, inputs.slot_table.stride(0), layer.n_slots)
+    constants = dict(SHARED=shared, N_HEAD=c.n_head, N_KV_HEAD=c.n_kv_head, D=c.head_dim, PADDED=padded,
+                     KINDS=q.size(1), N_SINK=c.n_sink, SINKS=step.columns.sinks, RING=step.columns.ring, GROUP=group,
+                     GROUP_SIZE=padded if group == c.head_dim else group, enable_fp_fusion=False, **overlap(q))
     norms = [getattr(attn, name, None) for name in ('q_norm', 'k_norm')]
     # a program of one warp adds up a norm in another order than one of several
     stores = apart and norms == [None, None]
     if not stores:
         weights, eps = [norm and norm.weight.detach() for norm in norms], norms[0].eps if norms[0] else 0.0
-        store_kernel[R, c.n_head + 2 * c.n_kv_head](qkv, *arguments, *weights, eps, **constants, **overlap(q),
-                                                    num_warps=1, enable_fp_fusion=False)
-    shared, one = c.n_head // c.n_kv_head, q.dtype == torch.float32
+        store_kernel[R, c.n_kv_head](*arguments, *weights, eps, **constants, num_warps=1)
     # Tensor cores multiply the queries of 16 bits that share keys as one matrix, padded to 16 rows. They do not
     # multiply float32: each query of float32 has a program of its own, without a barrier in its loop
     n_heads = c.n_head if one else c.n_kv_head
@@ -46,25 +51,110 @@ def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
     queries, rows = (1, 1) if one else (shared, max(16, triton.next_power_of_2(shared)))
     # Many programs of one warp fit a multiprocessor: some compute while others wait for memory. Heads of more than 64
     # channels need more registers than one warp has
-    if small := not one and constants['PADDED'] <= 64:
+    if small := not one and padded <= 64:
         tile, split, num_warps, stages = SMALL_TILE, SPLIT, 1, STAGES
     else:
-        tile = min(TILE, 2**14 // constants['PADDED'])  # so that one fits the memory of small cards
+        tile = min(TILE, 2**14 // padded)  # so that one fits the memory of small cards
         split, num_warps, stages = max(SPLIT, tile), 8 if one else 4, 1
     attend_kernel[R, n_heads, n_programs](
-        qkv, *arguments, y, parts, step.ended, step.slopes, shared, queries, rows, c.head_dim ** -0.5, tile, stores,
-        c.window, split, SPLITS, n_splits, small and n_programs == 1, stages, **constants, **overlap(q),
-        num_warps=num_warps, enable_fp_fusion=False)
+        *arguments, y, parts, step.ended, step.slopes, queries, rows, c.head_dim ** -0.5, tile, stores, c.window, split,
+        SPLITS, n_splits, small and n_programs == 1, stages, **constants, num_warps=num_warps)
+
+
+# fused multiply-adds are off: a rotation then has the bits of PyTorch's, and so do the int8 codes
+@triton.jit(do_not_specialize=['n_slots'])
+def store_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride, n_slots,
+                 q_norm, k_norm, EPS: constexpr, SHARED: constexpr, N_HEAD: constexpr, N_KV_HEAD: constexpr,
+                 D: constexpr, PADDED: constexpr, KINDS: constexpr, N_SINK: constexpr, SINKS: constexpr,
+                 RING: constexpr, GROUP: constexpr, GROUP_SIZE: constexpr, OVERLAP: constexpr):
+    """A head of a row's new keys and values, and the queries that share it."""
+    wait(OVERLAP)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence = tl.load(sequences + row).to(tl.int64)
+    slot = slot_of(tl.load(positions + row), sequence, slot_table, table_stride, N_SINK, SINKS, RING)
+    store_new(qkv, q, angles, k, v, k_scale, v_scale, q_norm, k_norm, row, head * SHARED, slot,
+              head.to(tl.int64) * n_slots, sequence >= 0, EPS, SHARED, SHARED, N_HEAD, N_KV_HEAD, D, PADDED, KINDS,
+              GROUP, GROUP_SIZE)
+
+
+@triton.jit
+def store_new(qkv, q, angles, k, v, k_scale, v_scale, q_norm, k_norm, row, first, slot, of_head, real, EPS: constexpr,
+              QUERIES: constexpr, SHARED: constexpr, N_HEAD: constexpr, N_KV_HEAD: constexpr, D: constexpr,
+              PADDED: constexpr, KINDS: constexpr, GROUP: constexpr, GROUP_SIZE: constexpr):
+    """Write QUERIES heads of a row's queries, from `first` on, of each kind, and the key and value that they share."""
+    channels, new = tl.arange(0, PADDED), qkv + row * (N_HEAD + 2 * N_KV_HEAD) * D
+    for i in tl.static_range(QUERIES):
+        for kind in tl.static_range(KINDS):
+            query = head_of(new + (first + i) * D, q_norm, angles, row * KINDS + kind, EPS, D, PADDED)
+            to = q + ((row * KINDS + kind) * N_HEAD + first + i) * D + channels
+            tl.store(to, query.to(q.dtype.element_ty), channels < D)
+    new += (N_HEAD + first // SHARED) * D
+    key = head_of(new, k_norm, angles, row * KINDS, EPS, D, PADDED).to(q.dtype.element_ty)
+    write(key.to(tl.float32), k, k_scale, (of_head + slot) * D, real, D, PADDED, GROUP, GROUP_SIZE)
+    value = head_of(new + N_KV_HEAD * D, None, None, row, EPS, D, PADDED)
+    write(value, v, v_scale, (of_head + slot) * D, real, D, PADDED, GROUP, GROUP_SIZE)
+
+
+@triton.jit
+def slot_of(position, sequence, slot_table, table_stride, N_SINK: constexpr, SINKS: constexpr, RING: constexpr):
+    """The slot of a position, int64; 0 for padding."""
+    column = position
+    if RING > 0:
+        column = tl.where(position < N_SINK, position, SINKS + position % RING)
+    return tl.load(slot_table + sequence * table_stride + column, sequence >= 0, 0).to(tl.int64)
+
+
+@triton.jit
+def head_of(x, norm, angles, of_row, EPS: constexpr, D: constexpr, PADDED: constexpr):
+    """float32 (PADDED,): the head at x after a norm, turned by angles (of_row,); norm and angles may be None."""
+    channels = tl.arange(0, PADDED)
+    a = tl.load(x + channels, channels < D, 0).to(tl.float32)
+    if norm is not None:
+        size = tl.rsqrt(tl.sum(a * a, axis=0) / D + EPS)
+        a = a * size * tl.load(norm + channels, channels < D, 0).to(tl.float32)
+    if angles is not None:
+        # channel i and its other, i + D / 2 or i - D / 2, are a pair: (a cos - b sin, b cos + a sin)
+        second = channels >= D // 2
+        other = tl.where(second, channels - D // 2, channels + D // 2)
+        b = tl.load(x + other, channels < D, 0).to(tl.float32)
+        if norm is not None:
+            b = b * size * tl.load(norm + other, channels < D, 0).to(tl.float32)
+        at = angles + of_row * D + tl.where(second, other, channels)
+        cos, sin = tl.load(at, channels < D, 0), tl.load(at + D // 2, channels < D, 0)
+        a = tl.where(second, a * cos + b * sin, a * cos - b * sin)
+    return a
+
+
+@triton.jit
+def write(x, data, scale, at, real, D: constexpr, PADDED: constexpr, GROUP: constexpr, GROUP_SIZE: constexpr):
+    """Write a head x, float32 (PADDED,), at data + at, as it is stored; nothing unless real."""
+    channels = tl.arange(0, PADDED)
+    if scale is not None:
+        x, scales = quantised(x, GROUP_SIZE)
+        groups = tl.arange(0, PADDED // GROUP_SIZE)
+        tl.store(scale + at // GROUP + groups, scales, groups < tl.where(real, D // GROUP, 0))
+    tl.store(data + at + channels, x.to(data.dtype.element_ty), channels < tl.where(real, D, 0))
+
+
+@triton.jit
+def quantised(x, GROUP_SIZE: constexpr):
+    """Codes, whole numbers in float32 (n,), and scales of x (n,): those of `kvcache.storage.quantise`, bit for bit."""
+    groups = tl.reshape(x, (x.shape[0] // GROUP_SIZE, GROUP_SIZE))
+    scales = tl.maximum(tl.div_rn(tl.max(tl.abs(groups), axis=1), 127.0), 1e-5)
+    scales += tl.sum(groups * 0.0, axis=1)  # NaN if a number is not finite: a maximum would hide it
+    codes = tl.div_rn(groups, scales[:, None])
+    codes = (codes + 12582912.0) - 12582912.0  # at 1.5 * 2^23 the next float32 is 1 away: rounds halves to even
+    codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
+    return tl.reshape(codes, (x.shape[0],)), scales
 
 
 @triton.jit(do_not_specialize=['n_slots'])  # one kernel is compiled for all caches, so that bits are the same in each
-def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride, n_slots,
-                  y, parts, ended, slopes, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-                  SCALE: tl.constexpr, TILE: tl.constexpr, STORES: tl.constexpr, WINDOW: tl.constexpr,
-                  SPLIT: tl.constexpr, SPLITS: tl.constexpr, N_SPLITS: tl.constexpr, ALONE: tl.constexpr,
-                  STAGES: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, D: tl.constexpr,
-                  PADDED: tl.constexpr, KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr,
-                  RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, OVERLAP: tl.constexpr):
+def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride, n_slots, y,
+                  parts, ended, slopes, QUERIES: constexpr, ROWS: constexpr, SCALE: constexpr, TILE: constexpr,
+                  STORES: constexpr, WINDOW: constexpr, SPLIT: constexpr, SPLITS: constexpr, N_SPLITS: constexpr,
+                  ALONE: constexpr, STAGES: constexpr, SHARED: constexpr, N_HEAD: constexpr, N_KV_HEAD: constexpr,
+                  D: constexpr, PADDED: constexpr, KINDS: constexpr, N_SINK: constexpr, SINKS: constexpr,
+                  RING: constexpr, GROUP: constexpr, GROUP_SIZE: constexpr, OVERLAP: constexpr):
     """
     Some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Lanes have a largest
     score, a sum of weights and sums of values each. With a matrix of queries a lane is a query; with one, lane i is key
@@ -74,15 +164,15 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
     heads, mine = tl.program_id(1) * QUERIES + tl.arange(0, ROWS), tl.arange(0, ROWS) < QUERIES
     numbers = mine[:, None] & (channels < D)[None, :]
-    LANES: tl.constexpr = TILE if ROWS == 1 else ROWS
+    LANES: constexpr = TILE if ROWS == 1 else ROWS
     of_head = (tl.program_id(1) * QUERIES // SHARED).to(tl.int64) * n_slots
     if slopes is not None:
         slope = tl.load(slopes + heads, mine, 0)[:, None]
     slot = slot_of(position, sequence, slot_table, table_stride, N_SINK, SINKS, RING)
     wait(OVERLAP)  # positions and slots are older than the kernel before
     if STORES:  # each program of a row writes the same
-        store_new(qkv, q, angles, k, v, k_scale, v_scale, row, tl.program_id(1) * QUERIES, slot, of_head, sequence >= 0,
-                  QUERIES, SHARED, N_HEAD, N_KV_HEAD, D, PADDED, KINDS, GROUP, GROUP_SIZE)
+        store_new(qkv, q, angles, k, v, k_scale, v_scale, None, None, row, tl.program_id(1) * QUERIES, slot, of_head,
+                  sequence >= 0, 0.0, QUERIES, SHARED, N_HEAD, N_KV_HEAD, D, PADDED, KINDS, GROUP, GROUP_SIZE)
         tl.debug_barrier()  # all threads read what some have written
 
     n_splits = splits_of(position, sequence, 0, WINDOW, N_SINK, SPLIT, SPLITS)[0]
@@ -141,8 +231,7 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
 
 
 @triton.jit
-def splits_of(position, sequence, split, WINDOW: tl.constexpr, N_SINK: tl.constexpr, SPLIT: tl.constexpr,
-              SPLITS: tl.constexpr):
+def splits_of(position, sequence, split, WINDOW: constexpr, N_SINK: constexpr, SPLIT: constexpr, SPLITS: constexpr):
     """
     Of the row at `position`: how many splits its keys are, int32, none for padding; and the first position that it sees
     of one of them, the end, and whether it is the split of sinks.
@@ -157,7 +246,7 @@ def splits_of(position, sequence, split, WINDOW: tl.constexpr, N_SINK: tl.conste
 
 
 @triton.jit
-def read(data, scale, at, seen, D: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr):
+def read(data, scale, at, seen, D: constexpr, PADDED: constexpr, GROUP: constexpr, GROUP_SIZE: constexpr):
     """A tile of keys or values (TILE, PADDED) from data + at, those of int8 times their scales; 0 where not seen."""
     channels = tl.arange(0, PADDED)
     x = tl.load(data + at[:, None] + channels[None, :], seen[:, None] & (channels < D)[None, :], 0)
@@ -177,7 +266,7 @@ def share(score, most):
 
 
 @triton.jit
-def nothing(n: tl.constexpr, PADDED: tl.constexpr):
+def nothing(n: constexpr, PADDED: constexpr):
     """The largest score, the sum of weights and the sums of values of no keys."""
     return tl.full((n,), float('-inf'), tl.float32), tl.zeros((n,), tl.float32), tl.zeros((n, PADDED), tl.float32)
 
@@ -200,8 +289,7 @@ def lanes_joined(most, weight, sums):
 
 
 @triton.jit
-def parts_joined(parts, n_splits, mine, N_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-                 ROWS: tl.constexpr):
+def parts_joined(parts, n_splits, mine, N_HEAD: constexpr, D: constexpr, PADDED: constexpr, ROWS: constexpr):
     """The sum of weights and the sums of values of all parts: D sums, the largest score, the sum of weights."""
     channels = tl.arange(0, PADDED)
     numbers = mine[:, None] & (channels < D)[None, :]
@@ -215,7 +303,7 @@ def parts_joined(parts, n_splits, mine, N_HEAD: tl.constexpr, D: tl.constexpr, P
 
 
 @triton.jit
-def write_mean(y, weight, sums, n_splits, mine, D: tl.constexpr, PADDED: tl.constexpr):
+def write_mean(y, weight, sums, n_splits, mine, D: constexpr, PADDED: constexpr):
     """Write y of some heads: the sums of values by the sum of weights; of padding, which has no splits, 0."""
     sums /= tl.where(n_splits > 0, weight, 1)[:, None]
     channels = tl.arange(0, PADDED)

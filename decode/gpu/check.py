@@ -34,7 +34,7 @@ def check_here(model, functions, queue):
     def logits_after_a_draw(order):
         graph = executor.graph('step', len(order))
         executor.load(*step_of(order))
-        executor.table.send()  # nobody draws: the draw leaves logits alone
+        executor.tables.send()  # nobody draws: the draw leaves logits alone
         graph.replay()
         return executor.step.logits[:len(order)]
     try:
@@ -76,7 +76,7 @@ def first_layer(model):
 
 def texts_for(executor):
     """Texts of random tokens, as executors read them, which draw in different ways."""
-    c, ring, choose, texts, start = executor.model.config, executor.slots.columns.ring, np.random.default_rng(0), [], 0
+    c, ring, choose, texts, start = executor.model.config, executor.tables.columns.ring, np.random.default_rng(0), [], 0
     for i in range(N_TEXTS):
         n = ring + LONGEST if ring and not i else LONGEST * (N_TEXTS - i) // N_TEXTS
         n = int(min(n, c.max_positions))

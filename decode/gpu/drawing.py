@@ -49,8 +49,8 @@ def draw(logits, inputs, ended):
 
 
 @triton.jit
-def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases, marks, broken, most,
-                  V: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases, marks, broken, most, V: tl.constexpr,
+                  BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """
     Apply biases, min_tokens and penalties to BLOCK logits of a row, in place, in this order. Note broken ones, and in
     `most` the largest.
@@ -98,7 +98,8 @@ def draw_kernel(logits, settings, seeds, numbers, left, broken, marks, drawn, dr
     may_draw, number = tl.load(left + row), tl.load(numbers + row)
     score, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
     if may_draw > 0:
-        key = noise_key(tl.load(seeds + row), number)
+        # the same in the noise of all tokens, see `exponential_noise` of `decode.draw`
+        key = mixed(mixed(tl.load(seeds + row).to(tl.uint64) + GOLDEN) + (number + 1).to(tl.uint64) * GOLDEN)
         N_PARTS: tl.constexpr = (V + PART - 1) // PART
         part = tl.arange(0, triton.next_power_of_2(N_PARTS))
         largest = tl.max(tl.load(most + row * N_PARTS + part, part < N_PARTS, -INFINITY), 0)
@@ -139,18 +140,6 @@ def mixed(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
-
-
-@triton.jit
-def noise_key(seed, number):
-    """What is the same in the noise of all tokens, a uint64; see `exponential_noise` of `decode.draw`."""
-    return mixed(mixed(seed.to(tl.uint64) + GOLDEN) + (number + 1).to(tl.uint64) * GOLDEN)
-
-
-@triton.jit
-def uniform(key, i):
-    """The number between 0 and 1 of token i, float64, whose logarithm is the noise, see `exponential_noise` there."""
-    return ((mixed(key + (i + 1).to(tl.uint64) * GOLDEN) >> 12).to(tl.float64) + 0.5) * 2.0**-52
 
 
 @triton.jit
@@ -266,16 +255,14 @@ def threshold(row, few, how, target, V: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def nth_equal(row, level, n, V: tl.constexpr, BLOCK: tl.constexpr):
     """The index of the n-th logit that is equal to level; that of the last one if there are fewer."""
-    before, block, before_block = 0, 0, 0
+    last, before = 0, 0
     for start in range(0, V, BLOCK):
         i, v = read(row, start, V, BLOCK)
-        count = tl.sum((v == level).to(tl.int32), 0)
-        is_last = (count > 0) & (before < n)
-        block, before_block = tl.where(is_last, start, block), tl.where(is_last, before, before_block)
-        before += count
-    i, v = read(row, block, V, BLOCK)
-    numbers = before_block + tl.cumsum((v == level).to(tl.int32), 0)
-    return tl.max(tl.where((v == level) & (numbers <= n), i, 0), 0)
+        if tl.max((v == level).to(tl.int32), 0) > 0:
+            numbers = before + tl.cumsum((v == level).to(tl.int32), 0)
+            last = tl.maximum(last, tl.max(tl.where((v == level) & (numbers <= n), i, 0), 0))
+            before = tl.max(numbers, 0)
+    return last
 
 
 @triton.jit
@@ -297,7 +284,8 @@ def largest_over_noise(row, how, key, V: tl.constexpr, BLOCK: tl.constexpr):
     largest, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
     for start in range(tl.program_id(1) * BLOCK, V, tl.num_programs(1) * BLOCK):
         i, v = read(row, start, V, BLOCK)
-        weights, u = weigh(v, i, how).to(tl.float64), uniform(key, i)
+        bits = mixed(key + (i + 1).to(tl.uint64) * GOLDEN) >> 12
+        weights, u = weigh(v, i, how).to(tl.float64), (bits.to(tl.float64) + 0.5) * 2.0**-52  # between 0 and 1
         is_near = weights > largest * (1.0 - u)
         if tl.max(is_near.to(tl.int32), 0) > 0:
             scores = tl.where(is_near, weights / -tl.log(u), 0.0)

@@ -14,9 +14,8 @@ from decode.batch import NotNumbers, SequenceOutput, step_slots
 from decode.changes import REFUSED, check_unchanged
 from decode.eager import are_numbers, check_step
 from decode.gpu.queue import Queue
-from decode.gpu.slots import Rows, SlotTable
 from decode.gpu.step import Step
-from decode.gpu.tables import BROKEN, MOST_STEPS, STOPS, CallTable
+from decode.gpu.tables import BROKEN, MOST_STEPS, STOPS, Tables
 
 BUCKETS = 8, 16, 32, 64, 128, 192, 256  # numbers of rows of a graph
 AT_ONCE = 4  # steps of a group, which are launched together; two groups are under way at a time, at most
@@ -53,10 +52,7 @@ class GPUExecutor:
             if p.dtype not in DTYPES or p.dtype is not weight.dtype or not p.is_contiguous():
                 raise ValueError(f"the GPU executor reads contiguous weights of one dtype, float32, bfloat16 or "
                                  f"float16, but {name} is {p.dtype} with strides {p.stride()}: {REFUSED}")
-        slots = SlotTable(c, n, weight.device, self.queue)
-        table = CallTable(n, c.vocab_size, slots.table, self.queue)
-        # all together, so that none of them is of another model if there is no memory for the next one
-        self.slots, self.table, self.rows = slots, table, Rows(n)
+        self.tables = Tables(c, n, weight.device, self.queue)
         self.bind()
 
     def hold(self, layers):
@@ -66,17 +62,17 @@ class GPUExecutor:
 
     def bind(self):
         """Have the steps read the weights, and read and write the slots, that are now its own. Graphs are forgotten."""
-        if self.table.memory.is_cuda:
-            torch.cuda.synchronize(self.table.memory.device)
+        if self.tables.memory.is_cuda:
+            torch.cuda.synchronize(self.tables.memory.device)
         # once none of them runs, and all together: they share memory of the libraries they call
         self.step, self.graphs = None, {}
         if self.layers:
-            self.step = Step(self.functions, self.model, self.slots.columns, self.layers, self.most_sequences)
+            self.step = Step(self.functions, self.model, self.tables.columns, self.layers, self.most_sequences)
 
     @contextmanager
     def on_device(self):
         """For what computes on the executor's device, which need not be the current one, in the model's dtype."""
-        memory = self.table.memory
+        memory = self.tables.memory
         with torch.inference_mode(), torch.cuda.device_of(memory), torch.autocast(memory.device.type, enabled=False):
             yield
 
@@ -99,7 +95,7 @@ class GPUExecutor:
         """For n rows: 'layers', 'head', 'draw', or 'step', which is all of them. To record one spoils the inputs."""
         R = next(R for R in BUCKETS if R >= n)
         if (kind, R) not in self.graphs:
-            step, inputs = self.step, self.table.inputs.rows(R)
+            step, inputs = self.step, self.tables.inputs.rows(R)
             run = {'layers': lambda: step.hidden_states(inputs), 'step': lambda: step.draw(inputs),
                    'head': lambda: step.head(step.x[inputs.wanted]),
                    'draw': lambda: self.functions.draw(step.logits[:R], inputs, step.ended)}[kind]
@@ -122,9 +118,9 @@ class GPUExecutor:
         Have the slots on the device, and the inputs of a step after the next `send`. counts: how many of the tokens
         each sequence brings; n_steps: how many steps follow each other. Returns each `Row`. `Refused` without a slot.
         """
-        rows, ends = self.rows(sequences), counts.cumsum()
-        self.slots.update(rows, positions[ends - counts], positions[ends - 1] + n_steps)
-        self.table.step(rows, counts, tokens, positions, wanted)
+        rows, ends = self.tables.rows(sequences), counts.cumsum()
+        self.tables.update(rows, positions[ends - counts], positions[ends - 1] + n_steps)
+        self.tables.step(rows, counts, tokens, positions, wanted)
         return rows
 
     def logits_of(self, sequences, counts, tokens, positions, wanted):
@@ -141,20 +137,33 @@ class GPUExecutor:
                 graphs.append(self.graph('head', last - first))
             self.load([sequences[i] for i in numbers], n_new[numbers], tokens[start:end], positions[start:end],
                       wanted=wanted[first:last] - start)
-            self.table.send()
+            self.tables.send()
             for graph in graphs:
                 graph.replay()
             logits[first:last] = self.step.logits[:last - first]
         return logits
 
     def several(self, batch):
-        """Steps of a batch that decodes: the host launches some ahead, but none after an end, or when it is late."""
-        S, limits = len(batch.sequences), np.minimum(batch.n_steps, MOST_STEPS)
-        n_steps, graph = int(limits.max()), self.graph('step', S)
-        rows = self.load(batch.sequences, np.ones(S, np.int64), batch.tokens, batch.positions, limits)
-        self.table.draw(rows, limits)
-        self.table.send()
-        drawn, launched, events = self.table.inputs.drawn[:, :S].numpy(), 0, []
+        """Steps of a batch that decodes."""
+        limits = np.minimum(batch.n_steps, MOST_STEPS)
+        rows = self.load(batch.sequences, np.ones_like(limits), batch.tokens, batch.positions, limits)
+        return [SequenceOutput(tokens) for tokens in self.launched('step', rows, limits, batch.is_late)]
+
+    def drawn(self, sequences, logits):
+        """The next token of each sequence, a list, drawn from its row of logits."""
+        rows = self.tables.rows(sequences)
+        self.step.logits[:len(rows)] = logits  # a draw changes its own
+        return [token for token, in self.launched('draw', rows, np.ones(len(rows), np.int64))]
+
+    def launched(self, kind, rows, limits, is_late=bool):
+        """
+        What these `Row`s draw in graphs of a kind, lists of tokens. limits: of each, at most. The host launches some
+        steps ahead, but none after an end, or when it is late. `NotNumbers` if one had logits that are none.
+        """
+        graph, n_steps, launched, events = self.graph(kind, len(rows)), limits.max(), 0, []
+        self.tables.draw(rows, limits)
+        self.tables.send()
+        drawn = self.tables.inputs.drawn[:, :len(rows)].numpy()
         try:
             while launched < n_steps:
                 landed, launched = launched, min(launched + AT_ONCE, n_steps)
@@ -163,32 +172,13 @@ class GPUExecutor:
                 events.append(self.queue.event())
                 if landed:  # one group is under way while the host waits for the one before
                     events[-2].synchronize()
-                    if (drawn[:landed] >= STOPS).any() or batch.is_late():
+                    if (drawn[:landed] >= STOPS).any() or is_late():
                         break
             events[-1].synchronize()
         except BaseException:
             self.queue.synchronize()  # the caller may free slots that steps under way still write
             raise
-        return [SequenceOutput(tokens) for tokens in self.tokens_of(rows, launched)]
-
-    def drawn(self, sequences, logits):
-        """The next token of each sequence, a list, drawn from its row of logits."""
-        tokens = []
-        for start in range(0, len(sequences), self.most_sequences):
-            rows = self.rows(sequences[start:start + self.most_sequences])
-            n = len(rows)
-            graph = self.graph('draw', n)
-            self.table.draw(rows, 1)
-            self.table.send()
-            self.step.logits[:n] = logits[start:start + n]  # a draw changes its own
-            graph.replay()
-            self.queue.event().synchronize()
-            tokens += [token for token, in self.tokens_of(rows, 1)]
-        return tokens
-
-    def tokens_of(self, rows, n_steps):
-        """What each of these `Row`s has drawn in so many steps, lists. `NotNumbers` if one had logits that are none."""
-        drawn = self.table.inputs.drawn[:n_steps, :len(rows)].numpy()
+        drawn = drawn[:launched]
         if (drawn == BROKEN).any():
             raise NotNumbers
         counts = (drawn >= 0).sum(0).tolist()  # what is nothing is behind the end

@@ -106,7 +106,7 @@ def linear_kernel(x, out, weight, bias, gate, gate_bias, parts, ended, n_rows, n
                   STAGES: tl.constexpr, OVERLAP: tl.constexpr):
     """
     ROWS rows of OUTS numbers of out, from SIZE columns of x, INS at a time. The tile is (OUTS, ROWS). The program of a
-    tile that ends last adds up its parts.
+    tile that ends last adds up its parts, applies bias, gate and activation, and writes it.
     """
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[None, :]
@@ -124,32 +124,26 @@ def linear_kernel(x, out, weight, bias, gate, gate_bias, parts, ended, n_rows, n
         if gate is not None:
             gates = tl.dot(tl.load(gate + of_weight + i[None, :], inside, 0), numbers, gates, input_precision='ieee')
     at, inside = rows.to(tl.int64) * n_out + outs[:, None], out_is_real & (rows < n_rows)
-    if parts is None:
-        write_tile(sums, gates, out + at, bias, gate, gate_bias, outs, inside, n_out, ACTIVATION, ADD)
-    else:
+    is_whole = True
+    if parts is not None:
         of_part, n_parts = n_rows.to(tl.int64) * n_out, tl.num_programs(2)
         tl.store(parts + tl.program_id(2) * of_part + at, sums, inside)
-        if is_last(ended + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), n_parts):
+        is_whole = is_last(ended + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), n_parts)
+    if is_whole:
+        if parts is not None:
             sums = tl.load(parts + at, inside, 0)
             for part in range(1, n_parts):
                 sums += tl.load(parts + part * of_part + at, inside, 0)
-            write_tile(sums, gates, out + at, bias, gate, gate_bias, outs, inside, n_out, ACTIVATION, ADD)
-
-
-@triton.jit
-def write_tile(sums, gates, out, bias, gate, gate_bias, outs, inside, n_out, ACTIVATION: tl.constexpr,
-               ADD: tl.constexpr):
-    """Add the bias to a tile of sums, apply the gate or the activation, and write it, or add it to what is in out."""
-    if bias is not None:
-        sums += tl.load(bias + outs, outs < n_out, 0).to(tl.float32)[:, None]
-    if gate is not None:
-        if gate_bias is not None:
-            gates += tl.load(gate_bias + outs, outs < n_out, 0).to(tl.float32)[:, None]
-        sums *= gates * tl.sigmoid(gates)
-    if ACTIVATION == 'none':
-        sums = 0.5 * sums * (1 + tl.erf(sums * 0.7071067811865476))
-    if ACTIVATION == 'tanh':  # (1 + tanh(a)) / 2 is sigmoid(2 * a)
-        sums *= tl.sigmoid(1.5957691216057308 * (sums + 0.044715 * sums * sums * sums))
-    if ADD:
-        sums += tl.load(out, inside, 0)
-    tl.store(out, sums.to(out.dtype.element_ty), inside)
+        if bias is not None:
+            sums += tl.load(bias + outs, outs < n_out, 0).to(tl.float32)[:, None]
+        if gate is not None:
+            if gate_bias is not None:
+                gates += tl.load(gate_bias + outs, outs < n_out, 0).to(tl.float32)[:, None]
+            sums *= gates * tl.sigmoid(gates)
+        if ACTIVATION == 'none':
+            sums = 0.5 * sums * (1 + tl.erf(sums * 0.7071067811865476))
+        if ACTIVATION == 'tanh':  # (1 + tanh(a)) / 2 is sigmoid(2 * a)
+            sums *= tl.sigmoid(1.5957691216057308 * (sums + 0.044715 * sums * sums * sums))
+        if ADD:
+            sums += tl.load(out + at, inside, 0)
+        tl.store(out + at, sums.to(out.dtype.element_ty), inside)

@@ -46,14 +46,10 @@ class Queue:
 
 
 def captured(step, pool, stream):
-    """The CUDA graph of step(). The stream runs the step once before."""
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    stream.wait_stream(current)
-    try:
-        with torch.cuda.stream(stream):  # it is left in any case: a recording that fails may not leave it
-            step()  # libraries allocate their memory at a first call, which cannot be recorded
-            with torch.cuda.graph(graph, pool, stream, 'thread_local'):
-                step()
-    finally:
-        current.wait_stream(stream)
+    """The CUDA graph of step(), which is run once before."""
+    graph = torch.cuda.CUDAGraph()
+    step()  # kernels are loaded, and libraries allocate memory, at a first call, which cannot be recorded
+    # the stream is left in any case: a recording that fails may not leave it
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, pool, stream, 'thread_local'):
+        step()
     return graph
