@@ -238,7 +238,7 @@ def test_only_allowed_tokens_are_drawn():
         expected = draw_of_definition(torch.tensor(logits), settings, numbers).tolist()
         found = torch.tensor(logits, device=DEVICE)
         draw_in_kernels(found, table.inputs)
-        table.queue.synchronize()
+        table.queue.event().synchronize()
         assert table.inputs.drawn[0].tolist() == expected
         for row, *of in zip(found.cpu(), torch.tensor(logits), settings, numbers):
             assert torch.equal(row, changed(*of))

@@ -51,9 +51,6 @@ class Late(Direct):
         n = len(self.waiting)
         return SimpleNamespace(synchronize=lambda: self.finish(n))
 
-    def synchronize(self):
-        self.finish(len(self.waiting))
-
     def do(self, operation):
         if not self.late:
             return operation()

@@ -98,9 +98,7 @@ def store_new(qkv, q, angles, k, v, k_scale, v_scale, q_norm, k_norm, row, first
 @triton.jit
 def slot_of(position, sequence, slot_table, table_stride, N_SINK: constexpr, SINKS: constexpr, RING: constexpr):
     """The slot of a position, int64; 0 for padding."""
-    column = position
-    if RING > 0:
-        column = tl.where(position < N_SINK, position, SINKS + position % RING)
+    column = tl.where(position < N_SINK, position, SINKS + position % RING) if RING > 0 else position
     return tl.load(slot_table + sequence * table_stride + column, sequence >= 0, 0).to(tl.int64)
 
 
@@ -156,9 +154,9 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
                   D: constexpr, PADDED: constexpr, KINDS: constexpr, N_SINK: constexpr, SINKS: constexpr,
                   RING: constexpr, GROUP: constexpr, GROUP_SIZE: constexpr, OVERLAP: constexpr):
     """
-    Some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Lanes have a largest
-    score, a sum of weights and sums of values each. With a matrix of queries a lane is a query; with one, lane i is key
-    i of each tile, and lanes meet after the last tile. ALONE: of all splits, which are added up as they come.
+    Some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS, of which each is a
+    lane. One query alone has TILE lanes: lane i is key i of each tile, and lanes meet after the last tile. ALONE: this
+    program has all splits, which are added up as they come.
     """
     row, channels = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
@@ -166,15 +164,13 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
     numbers = mine[:, None] & (channels < D)[None, :]
     LANES: constexpr = TILE if ROWS == 1 else ROWS
     of_head = (tl.program_id(1) * QUERIES // SHARED).to(tl.int64) * n_slots
-    if slopes is not None:
-        slope = tl.load(slopes + heads, mine, 0)[:, None]
+    slope = None if slopes is None else tl.load(slopes + heads, mine, 0)[:, None]
     slot = slot_of(position, sequence, slot_table, table_stride, N_SINK, SINKS, RING)
     wait(OVERLAP)  # positions and slots are older than the kernel before
     if STORES:  # each program of a row writes the same
         store_new(qkv, q, angles, k, v, k_scale, v_scale, None, None, row, tl.program_id(1) * QUERIES, slot, of_head,
                   sequence >= 0, 0.0, QUERIES, SHARED, N_HEAD, N_KV_HEAD, D, PADDED, KINDS, GROUP, GROUP_SIZE)
         tl.debug_barrier()  # all threads read what some have written
-
     n_splits = splits_of(position, sequence, 0, WINDOW, N_SINK, SPLIT, SPLITS)[0]
     all_most, all_weight, all_sums = nothing(ROWS, PADDED)
     for split in tl.range(tl.program_id(2), n_splits, tl.num_programs(2)):
@@ -188,9 +184,7 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
             first = start + tile * TILE
             keys = first + tl.arange(0, TILE)
             seen = (keys >= low) & (keys < end)
-            column = first
-            if RING > 0:
-                column = tl.where(of_sinks, first, SINKS + first % RING)
+            column = tl.where(of_sinks, first, SINKS + first % RING) if RING > 0 else first
             slots = tl.load(slot_table + sequence * table_stride + column + tl.arange(0, TILE), seen, 0).to(tl.int64)
             at = (of_head + slots) * D
             key = read(k, k_scale, at, seen, D, PADDED, GROUP, GROUP_SIZE).to(q.dtype.element_ty)
@@ -201,7 +195,7 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
             else:
                 scores = tl.dot(query, tl.trans(key), input_precision='ieee') * SCALE
                 keys, seen = keys[None, :], seen[None, :]
-            if slopes is not None:
+            if slope is not None:
                 scores -= slope * (from_position - keys).to(tl.float32)
             scores = tl.where(seen, scores, float('-inf'))
             before, most = most, tl.maximum(most, tl.max(scores, axis=1))
@@ -212,7 +206,9 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
             else:
                 sums = tl.dot(weights.to(value.dtype), value, sums * kept[:, None], input_precision='ieee')
         if ROWS == 1:
-            most, weight, sums = lanes_joined(most, weight, sums)
+            kept = share(most, tl.max(most, axis=0, keep_dims=True))
+            most, weight = tl.max(most, axis=0, keep_dims=True), tl.sum(weight * kept, axis=0, keep_dims=True)
+            sums = tl.sum(sums * kept[:, None], axis=0, keep_dims=True)
         if ALONE:
             all_most, all_weight, all_sums = joined(all_most, all_weight, all_sums, most, weight, sums)
         else:
@@ -220,14 +216,16 @@ def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, 
             tl.store(part + D, most, mine)
             tl.store(part + D + 1, weight, mine)
             tl.store(part[:, None] + channels[None, :], sums, numbers)
-
-    to = y + (row * N_HEAD + heads) * D
-    if ALONE:
-        write_mean(to, all_weight, all_sums, n_splits, mine, D, PADDED)
-    elif is_last(ended + row * N_HEAD + tl.program_id(1), tl.num_programs(2)):
-        all_weight, all_sums = parts_joined(parts + (row * N_SPLITS * N_HEAD + heads) * (D + 2), n_splits, mine, N_HEAD,
-                                            D, PADDED, ROWS)
-        write_mean(to, all_weight, all_sums, n_splits, mine, D, PADDED)
+    is_whole = True
+    if not ALONE:
+        is_whole = is_last(ended + row * N_HEAD + tl.program_id(1), tl.num_programs(2))
+    if is_whole:
+        if not ALONE:
+            all_weight, all_sums = parts_joined(parts + (row * N_SPLITS * N_HEAD + heads) * (D + 2), n_splits, mine,
+                                                N_HEAD, D, PADDED, ROWS)
+        all_sums /= tl.where(n_splits > 0, all_weight, 1)[:, None]  # 0 of padding, which has no splits
+        to = y + (row * N_HEAD + heads) * D
+        tl.store(to[:, None] + channels[None, :], all_sums.to(y.dtype.element_ty), numbers)
 
 
 @triton.jit
@@ -280,15 +278,6 @@ def joined(most, weight, sums, of_split, of_weights, of_values):
 
 
 @triton.jit
-def lanes_joined(most, weight, sums):
-    """The same of all lanes together, one lane."""
-    largest = tl.max(most, axis=0, keep_dims=True)
-    kept = share(most, largest)
-    weight, sums = tl.sum(weight * kept, axis=0, keep_dims=True), tl.sum(sums * kept[:, None], axis=0, keep_dims=True)
-    return largest, weight, sums
-
-
-@triton.jit
 def parts_joined(parts, n_splits, mine, N_HEAD: constexpr, D: constexpr, PADDED: constexpr, ROWS: constexpr):
     """The sum of weights and the sums of values of all parts: D sums, the largest score, the sum of weights."""
     channels = tl.arange(0, PADDED)
@@ -300,11 +289,3 @@ def parts_joined(parts, n_splits, mine, N_HEAD: constexpr, D: constexpr, PADDED:
         of_values = tl.load(part[:, None] + channels[None, :], numbers, 0)
         most, weight, sums = joined(most, weight, sums, of_split, of_weights, of_values)
     return weight, sums
-
-
-@triton.jit
-def write_mean(y, weight, sums, n_splits, mine, D: constexpr, PADDED: constexpr):
-    """Write y of some heads: the sums of values by the sum of weights; of padding, which has no splits, 0."""
-    sums /= tl.where(n_splits > 0, weight, 1)[:, None]
-    channels = tl.arange(0, PADDED)
-    tl.store(y[:, None] + channels[None, :], sums.to(y.dtype.element_ty), mine[:, None] & (channels < D)[None, :])

@@ -38,7 +38,9 @@ def check_here(model, functions, queue):
         graph.replay()
         return executor.step.logits[:len(order)]
     try:
-        executor.hold([slots_for(executor, len(tokens))])
+        k, v = (SimpleNamespace(data=model.lm_head.weight.new_zeros(model.config.n_kv_head, n, model.config.head_dim),
+                                scale=None) for n in [len(tokens)] * 2)
+        executor.hold([SimpleNamespace(n_slots=len(tokens), k=k, v=v)])
         with executor.on_device():
             found = executor.logits_of(texts, lengths, tokens, positions, last)
             same = [torch.equal(found[some], executor.logits_of(*step_of(some), np.arange(len(some))))
@@ -86,10 +88,3 @@ def texts_for(executor):
         texts.append(SimpleNamespace(tokens=tokens, n_drawn=0, runs=Runs([(0, start, n)]), settings=settings))
         start += n
     return texts
-
-
-def slots_for(executor, n):
-    """A layer of n slots, as `GPUExecutor.hold` reads it."""
-    c, like = executor.model.config, executor.model.lm_head.weight
-    k, v = (SimpleNamespace(data=like.new_zeros(c.n_kv_head, n, c.head_dim), scale=None) for _ in 'kv')
-    return SimpleNamespace(n_slots=n, k=k, v=v)

@@ -56,8 +56,7 @@ def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases
     `most` the largest.
     """
     wait(OVERLAP)
-    row = tl.program_id(0)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tl.where(tl.load(left + row) > 0, V, 0)  # nothing of a row that has ended
     at, of_sequence = row.to(tl.int64) * V + i, tl.load(sequences + row).to(tl.int64) * V + i
     v = tl.load(logits + at, inside, other=0.0)

@@ -176,7 +176,7 @@ class GPUExecutor:
                         break
             events[-1].synchronize()
         except BaseException:
-            self.queue.synchronize()  # the caller may free slots that steps under way still write
+            self.queue.event().synchronize()  # the caller may free slots that steps under way still write
             raise
         drawn = drawn[:launched]
         if (drawn == BROKEN).any():

@@ -1,6 +1,5 @@
 """
-Triton kernels for the embeddings, norms and linears of a step. A linear also computes its activation, gate or
-residual sum.
+Triton kernels for embeddings, norms, and linears with their activation, gate or residual sum.
 
 A linear's tile is a matrix of weights times some rows of x. Its sums run over the columns of x, or over a part of them
 each, in ascending order, 16 at a time in one instruction, and sums of parts are added in ascending order, whatever the
@@ -40,11 +39,9 @@ def embed_kernel(tokens, positions, weight, positions_weight, x, most, C: tl.con
 
 def normed(x, out, norm, rms):
     """out (R, n_embd), of the model's dtype: x, float32, after a norm."""
-    R, C = x.shape
-    padded = triton.next_power_of_2(C)
-    norm_kernel[R,](x, out, norm.weight.detach(), None if getattr(norm, 'bias', None) is None else norm.bias.detach(),
-                    norm.eps, C, padded, rms, num_warps=min(8, max(1, padded // 256)), **overlap(x),
-                    enable_fp_fusion=True)
+    (R, C), padded, bias = x.shape, triton.next_power_of_2(x.size(1)), getattr(norm, 'bias', None)
+    norm_kernel[R,](x, out, norm.weight.detach(), bias if bias is None else bias.detach(), norm.eps, C, padded, rms,
+                    num_warps=min(8, max(1, padded // 256)), **overlap(x), enable_fp_fusion=True)
 
 
 @triton.jit

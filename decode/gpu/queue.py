@@ -40,10 +40,6 @@ class Queue:
         """An event behind all that was begun. Its `synchronize` waits until that is done."""
         return torch.cuda.current_stream(self.device).record_event()
 
-    def synchronize(self):
-        """Wait until all is done."""
-        torch.cuda.current_stream(self.device).synchronize()
-
 
 def captured(step, pool, stream):
     """The CUDA graph of step(), which is run once before."""

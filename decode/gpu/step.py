@@ -12,8 +12,7 @@ from positions import alibi_slopes, rotary_angles, rotary_frequencies
 class Step:
     """
     The step of a model for up to n_rows rows. functions: of `executor.kernels`, or others that compute the same.
-    layers: a `kvcache.storage.Layer` for each of its own. columns: of the slot table. ValueError if the layers are not
-    for the model.
+    layers: a `kvcache.storage.Layer` for each of the model's, otherwise it is a ValueError. columns: of the slot table.
 
     x: float32 (n_rows, n_embd), what `hidden_states` has computed. logits: float32 (n_rows, vocab_size), of `head`.
     slopes: float32 (n_head,) of ALiBi, or None. ended: int32 zeros, counters of a kernel, which leaves zeros: of each
@@ -23,8 +22,8 @@ class Step:
     def __init__(self, functions, model, columns, layers, n_rows):
         self.functions, self.model, self.config = functions, model, model.config
         self.columns, self.layers = columns, layers
-        c, device, first = self.config, model.lm_head.weight.device, layers[0].k
-        shape, n_numbers = (c.n_layer, c.n_kv_head * layers[0].n_slots * c.head_dim), first.data.numel()
+        c, device, n_numbers = self.config, model.lm_head.weight.device, layers[0].k.data.numel()
+        shape = c.n_layer, c.n_kv_head * layers[0].n_slots * c.head_dim
         if shape != (len(layers), n_numbers):
             raise ValueError(f"there is room for {len(layers)} layers with {n_numbers} numbers of keys each, and the "
                              f"model has {shape}: make the slots for this model")
@@ -51,10 +50,8 @@ class Step:
             run.attend(self, attn, layer, inputs, qkv, q, y, parts, angles, apart)
             run.linear(y, x, attn.c_proj, self.ended, add=True)
             run.normed(x, of_x, block.ln_2, c.norm == 'rms')
-            if c.mlp == 'gelu':
-                run.linear(of_x, hidden, mlp.c_fc, self.ended, activation=c.gelu)
-            else:
-                run.linear(of_x, hidden, mlp.c_fc, self.ended, gate=mlp.c_gate)
+            how = dict(activation=c.gelu) if c.mlp == 'gelu' else dict(gate=mlp.c_gate)
+            run.linear(of_x, hidden, mlp.c_fc, self.ended, **how)
             run.linear(hidden, x, mlp.c_proj, self.ended, add=True)
 
     def head(self, x):

@@ -15,8 +15,7 @@ SPLIT = 64    # keys that attention adds up at a time, or in long texts a multip
 SPLITS = 32   # of the keys of a row, at most; a window may begin and end inside of one
 AHEAD = 64    # later positions of a sequence whose slots are written with those of its new ones
 BIASED, N_SETTINGS = 7, 8  # columns of the settings of a draw: `decode.draw.NAMES`, and 1 if the row has biases
-# what the mark of a token has beside its count
-IS_STOP, IN_PROMPT = 2**29, 2**30
+IS_STOP, IN_PROMPT = 2**29, 2**30  # what the mark of a token has beside its count
 MOST_STEPS = 64  # of a call
 # `drawn` has a token; a token + STOPS where it ends its text; NOTHING where the row had ended before; BROKEN where a
 # logit is no number
@@ -34,8 +33,7 @@ class Columns(namedtuple('Columns', 'sinks ring n_columns n_splits')):
     """
     A row of the slot table, int32 (n_columns,), has the slots of one sequence. Position p is in column p. If the model
     has a window, positions before n_sink are in the first columns, and the others take turns in the `ring` columns
-    from `sinks` on: p is in column sinks + p % ring. Both are multiples of TILE, so a tile of keys is a piece of the
-    row.
+    from `sinks` on: p is in column sinks + p % ring. Both are multiples of TILE: a tile of keys is a piece of the row.
 
     n_splits: of the keys of a row, at most; the sinks are one of their own.
     """
@@ -145,8 +143,7 @@ class Tables:
             parts = [(0 * sinks, sinks)] * bool(sinks.any()) + [(first, ends)]
             seq, position, slot = np.concatenate([slots_between(sequences, *part) for part in parts], axis=1)
             at = np.array([row.number for row in rows])[seq], self.columns.column(position, c.n_sink)
-            table = self.inputs.slot_table
-            self.queue.put(table, np.ravel_multi_index(at, table.shape), slot)
+            self.queue.put(self.inputs.slot_table, np.ravel_multi_index(at, self.inputs.slot_table.shape), slot)
             for row, end in zip(rows, np.maximum(until, ends).tolist()):
                 row.until = end
 
