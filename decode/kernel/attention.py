@@ -60,6 +60,8 @@ Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 Scratch = namedtuple('Scratch', 'scores keys values eights')
 
 ZERO = np.int64(0)  # a plain 0 is of a type of its own, for which numba would compile a function again
+FAR = 2**19      # numbers of all keys that a step reads, from which on they are fetched ahead: fewer stay in caches
+FETCHED = 2**18  # bytes of keys and values that are fetched at a time, at most, so that they fit the second cache
 TOGETHER = 16  # queries of a sequence with the same keys for which these are copied, so that tiles can read them
 SHIFT = KV_GROUP.bit_length() - 1  # from the index of a number to that of its scale
 
@@ -82,6 +84,12 @@ def emit_load_stored(builder, array, scales, i):
 def load_stored_first(builder, array, scales, i, n):
     """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
     return to_floats(builder, emit.load_first(builder, array, i, n), scales, i)
+
+
+@instruction(types.void)
+def fetch(builder, array, i):
+    """Have the line of array[i] come into the second cache."""
+    emit.prefetch(builder, address(builder, array, i, I8), 2)
 
 
 @instruction(types.boolean)
@@ -286,13 +294,16 @@ def write_keys_values(memory, sizes, layer, kv_heads, stored, prepared):
 def attend(memory, sizes, heads, stored, n_queries, every, scratch):
     """
     Attend with the queries of heads = (from, to): those of all rows if `every`, otherwise of the first n_queries rows
-    of WANTED. y: one row for each, in the same order.
+    of WANTED. y: one row for each, in the same order. While a head of a row is attended, the next one's keys and values
+    are fetched, of the same row or the next. A processor does not foresee them: it meets a page of few slots at a time.
     """
     wanted, positions = longs_at(memory[layout.WANTED]), longs_at(memory[layout.POSITIONS])
     of_row, starts = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.QUERY_STARTS])
     group, n_sink, window = sizes[N_HEAD] // sizes[N_KV_HEAD], sizes[layout.N_SINK], sizes[layout.WINDOW]
     sequences, tiled = longs_at(memory[layout.SEQUENCES]), every and window == 0 and sizes[HEAD_DIM] % (2 * LANES) == 0
-    done = 0
+    first_kv, end_kv, offsets = heads[0] // group, (heads[1] + group - 1) // group, longs_at(memory[layout.OFFSETS])
+    n_seen, done = own_entry(memory, sizes[layout.N_ROWS] - 1) + 1, 0
+    is_far = n_seen * sizes[layout.N_LAYER] * sizes[N_KV_HEAD] * sizes[HEAD_DIM] > FAR
     for i in range(n_queries):
         row = i if every else wanted[i]
         n_rows = starts[of_row[row] + 1] - row
@@ -308,9 +319,23 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
         n_last = position + 1 - n_sinks if window == 0 else min(window, position + 1 - n_sinks)
         a, end = sequences[of_row[row] * layout.N_SEQUENCE_COLUMNS + layout.FIRST_OFFSET], own_entry(memory, row) + 1
         seen = Seen(a, a + n_sinks, end - n_last, end, min(position, n_sink + window - 1) if n_sink else position)
-        for kv_head in range(heads[0] // group, (heads[1] + group - 1) // group):
+        next_end = own_entry(memory, row + 1 if every else wanted[i + 1]) + 1 if i + 1 < n_queries else end
+        for kv_head in range(first_kv, end_kv):
             of_group = max(heads[0], kv_head * group), min(heads[1], kv_head * group + group)
+            if is_far:
+                ahead = (kv_head + 1, end - n_last, end) if kv_head + 1 < end_kv else (first_kv, end, next_end)
+                fetch_rows(stored, Slots(offsets, ahead[0] * sizes[HEAD_STRIDE]), ahead[1], ahead[2], sizes[HEAD_DIM])
             attend_row(memory, sizes, stored, row, kv_head, of_group, seen, scratch.scores, i)
+
+
+@njit
+def fetch_rows(stored, slots, first, end, head_dim):
+    """Have the keys and values of a head, those of entries first to end - 1 of OFFSETS, come into the second cache."""
+    size = 1 if has_scales(stored.k) else 4
+    for key in range(first, min(end, first + FETCHED // (2 * size * head_dim))):
+        for i in range(slots.head, slots.head + head_dim, 64 // size):  # a line has 64 bytes
+            fetch(stored.k, slots.offsets[key] + i)
+            fetch(stored.v, slots.offsets[key] + i)
 
 
 @njit

@@ -103,6 +103,12 @@ def call(builder, name, result, *args, fastmath=()):
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args, fastmath=fastmath)
 
 
+def prefetch(builder, p, level):
+    """Have the line of memory at p come into the caches, from the first (level 3) or the second one (level 2) on."""
+    read, data = I32(0), I32(1)
+    call(builder, 'llvm.prefetch.p0', ir.VoidType(), p, read, I32(level), data)
+
+
 def fma(builder, a, b, c):
     return call(builder, f'llvm.fma.v{LANES}f32', FLOATS, a, b, c)
 

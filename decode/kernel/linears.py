@@ -191,8 +191,7 @@ class Tile:
             with self.builder.if_then(self.is_ahead):
                 for first in range(0, n, 16 * self.of_vector // LANES):  # a line has 64 bytes
                     at = self.at(self.ahead, I8, (i, n), first)
-                    read, data = I32(0), I32(1)
-                    emit.call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), at, read, I32(level), data)
+                    emit.prefetch(self.builder, at, level)
 
     def load_vectors(self, i, *behind):
         """
