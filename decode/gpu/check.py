@@ -38,8 +38,8 @@ def check_here(model, functions, queue):
         graph.replay()
         return executor.step.logits[:len(order)]
     try:
-        k, v = (SimpleNamespace(data=model.lm_head.weight.new_zeros(model.config.n_kv_head, n, model.config.head_dim),
-                                scale=None) for n in [len(tokens)] * 2)
+        shape = model.config.n_kv_head, len(tokens), model.config.head_dim
+        k, v = (SimpleNamespace(data=model.lm_head.weight.new_zeros(shape), scale=None) for _ in 'kv')
         executor.hold([SimpleNamespace(n_slots=len(tokens), k=k, v=v)])
         with executor.on_device():
             found = executor.logits_of(texts, lengths, tokens, positions, last)
@@ -80,8 +80,7 @@ def texts_for(executor):
     """Texts of random tokens, as executors read them, which draw in different ways."""
     c, ring, choose, texts, start = executor.model.config, executor.tables.columns.ring, np.random.default_rng(0), [], 0
     for i in range(N_TEXTS):
-        n = ring + LONGEST if ring and not i else LONGEST * (N_TEXTS - i) // N_TEXTS
-        n = int(min(n, c.max_positions))
+        n = int(min(ring + LONGEST if ring and not i else LONGEST * (N_TEXTS - i) // N_TEXTS, c.max_positions))
         tokens = choose.integers(c.vocab_size, size=n).tolist()
         settings = DrawSettings(c.vocab_size, i, prompt=tokens, **HOWS[i % len(HOWS)])
         settings.count([])

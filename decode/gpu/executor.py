@@ -151,11 +151,14 @@ class GPUExecutor:
 
     def drawn(self, sequences, logits):
         """The next token of each sequence, a list, drawn from its row of logits."""
-        rows = self.tables.rows(sequences)
-        self.step.logits[:len(rows)] = logits  # a draw changes its own
-        return [token for token, in self.launched('draw', rows, np.ones(len(rows), np.int64))]
+        tokens, n = [], self.most_sequences
+        for start in range(0, len(sequences), n):
+            rows = self.tables.rows(sequences[start:start + n])
+            self.step.logits[:len(rows)] = logits[start:start + n]  # a draw changes its own
+            tokens += [token for token, in self.launched('draw', rows, np.ones(len(rows), np.int64))]
+        return tokens
 
-    def launched(self, kind, rows, limits, is_late=bool):
+    def launched(self, kind, rows, limits, is_late=None):
         """
         What these `Row`s draw in graphs of a kind, lists of tokens. limits: of each, at most. The host launches some
         steps ahead, but none after an end, or when it is late. `NotNumbers` if one had logits that are none.

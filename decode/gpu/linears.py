@@ -29,8 +29,7 @@ def embed_kernel(tokens, positions, weight, positions_weight, x, most, C: tl.con
                  OVERLAP: tl.constexpr):
     wait(OVERLAP)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    token = tl.load(tokens + row)
-    number = tl.load(weight + token * C + i, i < C, 0).to(tl.float32)
+    number = tl.load(weight + tl.load(tokens + row) * C + i, i < C, 0).to(tl.float32)
     if positions_weight is not None:  # a text that has ended may have no next position
         position = tl.minimum(tl.load(positions + row), most)
         number += tl.load(positions_weight + position * C + i, i < C, 0).to(tl.float32)

@@ -13,8 +13,7 @@ class Queue:
 
     @cached_property
     def stream(self):
-        """The stream on which graphs are recorded."""
-        return torch.cuda.Stream(self.device)
+        return torch.cuda.Stream(self.device)  # on which graphs are recorded
 
     def record(self, step, other=None):
         """

@@ -60,7 +60,7 @@ Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 Scratch = namedtuple('Scratch', 'scores keys values eights')
 
 ZERO = np.int64(0)  # a plain 0 is of a type of its own, for which numba would compile a function again
-FAR = 2**19      # numbers of all keys that a step reads, from which on they are fetched ahead: fewer stay in caches
+FAR = 2**19      # numbers of all keys of a step, from which on they are fetched ahead: fewer stay in the caches anyway
 FETCHED = 2**18  # bytes of keys and values that are fetched at a time, at most, so that they fit the second cache
 TOGETHER = 16  # queries of a sequence with the same keys for which these are copied, so that tiles can read them
 SHIFT = KV_GROUP.bit_length() - 1  # from the index of a number to that of its scale
@@ -295,7 +295,7 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
     """
     Attend with the queries of heads = (from, to): those of all rows if `every`, otherwise of the first n_queries rows
     of WANTED. y: one row for each, in the same order. While a head of a row is attended, the next one's keys and values
-    are fetched, of the same row or the next. A processor does not foresee them: it meets a page of few slots at a time.
+    are fetched, of the same row or the next: they are scattered over pages, so the processor itself prefetches few.
     """
     wanted, positions = longs_at(memory[layout.WANTED]), longs_at(memory[layout.POSITIONS])
     of_row, starts = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.QUERY_STARTS])
