@@ -60,8 +60,8 @@ Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 Scratch = namedtuple('Scratch', 'scores keys values eights')
 
 ZERO = np.int64(0)  # a plain 0 is of a type of its own, for which numba would compile a function again
-FAR = 2**19      # numbers of all keys of a step, from which on they are fetched ahead: fewer stay in the caches anyway
-FETCHED = 2**18  # bytes of keys and values that are fetched at a time, at most, so that they fit the second cache
+FAR = 2**19      # numbers of all keys of a step, from which on they are prefetched: fewer stay in the caches anyway
+AT_ONCE = 2**18  # bytes of keys and values that are prefetched at a time, at most: they must fit the second cache
 TOGETHER = 16  # queries of a sequence with the same keys for which these are copied, so that tiles can read them
 SHIFT = KV_GROUP.bit_length() - 1  # from the index of a number to that of its scale
 
@@ -87,8 +87,8 @@ def load_stored_first(builder, array, scales, i, n):
 
 
 @instruction(types.void)
-def fetch(builder, array, i):
-    """Have the line of array[i] come into the second cache."""
+def prefetch(builder, array, i):
+    """Prefetch the line of array[i] into the second cache."""
     emit.prefetch(builder, address(builder, array, i, I8), 2)
 
 
@@ -295,7 +295,7 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
     """
     Attend with the queries of heads = (from, to): those of all rows if `every`, otherwise of the first n_queries rows
     of WANTED. y: one row for each, in the same order. While a head of a row is attended, the next one's keys and values
-    are fetched, of the same row or the next: they are scattered over pages, so the processor itself prefetches few.
+    are prefetched, of the same row or the next: they are scattered over pages, of which processors foresee few.
     """
     wanted, positions = longs_at(memory[layout.WANTED]), longs_at(memory[layout.POSITIONS])
     of_row, starts = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.QUERY_STARTS])
@@ -323,19 +323,21 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
         for kv_head in range(first_kv, end_kv):
             of_group = max(heads[0], kv_head * group), min(heads[1], kv_head * group + group)
             if is_far:
-                ahead = (kv_head + 1, end - n_last, end) if kv_head + 1 < end_kv else (first_kv, end, next_end)
-                fetch_rows(stored, Slots(offsets, ahead[0] * sizes[HEAD_STRIDE]), ahead[1], ahead[2], sizes[HEAD_DIM])
+                head, start, stop = kv_head + 1, end - n_last, end
+                if head == end_kv:
+                    head, start, stop = first_kv, end, next_end
+                prefetch_rows(stored, Slots(offsets, head * sizes[HEAD_STRIDE]), start, stop, sizes[HEAD_DIM])
             attend_row(memory, sizes, stored, row, kv_head, of_group, seen, scratch.scores, i)
 
 
 @njit
-def fetch_rows(stored, slots, first, end, head_dim):
-    """Have the keys and values of a head, those of entries first to end - 1 of OFFSETS, come into the second cache."""
+def prefetch_rows(stored, slots, first, end, head_dim):
+    """Prefetch the keys and values of a head, those of entries first to end - 1 of OFFSETS."""
     size = 1 if has_scales(stored.k) else 4
-    for key in range(first, min(end, first + FETCHED // (2 * size * head_dim))):
+    for key in range(first, min(end, first + AT_ONCE // (2 * size * head_dim))):
         for i in range(slots.head, slots.head + head_dim, 64 // size):  # a line has 64 bytes
-            fetch(stored.k, slots.offsets[key] + i)
-            fetch(stored.v, slots.offsets[key] + i)
+            prefetch(stored.k, slots.offsets[key] + i)
+            prefetch(stored.v, slots.offsets[key] + i)
 
 
 @njit

@@ -104,7 +104,7 @@ def call(builder, name, result, *args, fastmath=()):
 
 
 def prefetch(builder, p, level):
-    """Have the line of memory at p come into the caches, from the first (level 3) or the second one (level 2) on."""
+    """Prefetch the line of memory at p, into the first cache (level 3) or the second one (level 2)."""
     read, data = I32(0), I32(1)
     call(builder, 'llvm.prefetch.p0', ir.VoidType(), p, read, I32(level), data)
 
