@@ -67,7 +67,8 @@ def is_conversation(line):
         if message.get('tool_calls') or message.get('function_call'):
             raise ValueError(f"message {i} calls tools, but only texts can be trained on: leave the line out")
         if message.get('weight') not in (None, 1):
-            raise ValueError(f"message {i} has the weight {message['weight']!r:.20}, but all count alike: leave it out")
+            raise ValueError(f"message {i} has the weight {message['weight']!r:.20}, but every message counts the "
+                             "same: leave the weight out")
         role, content = message['role'], message['content']
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"role and content of message {i} must be texts")

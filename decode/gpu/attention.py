@@ -1,5 +1,5 @@
 """
-Attention on a GPU: it stores the keys and values of new tokens, and attends over all in their slots.
+Attention on a GPU. It stores the keys and values of new tokens, and attends over the keys and values in the slots.
 
 The keys that a row sees are divided into splits, so that a few rows keep the whole GPU busy. A split is attended TILE
 keys at a time, with a running maximum of the scores (arXiv:2205.14135). The program of a row that ends last adds up its
@@ -31,7 +31,7 @@ def attend(step, attn, layer, inputs, qkv, q, y, parts, angles, apart):
     """
     c, k, v, n_splits, R = step.config, layer.k, layer.v, step.columns.n_splits, len(q)
     shared, one, padded = c.n_head // c.n_kv_head, q.dtype == torch.float32, max(16, triton.next_power_of_2(c.head_dim))
-    # numbers that share a scale in int8: a power of two, or all of a head, which is padded to one; 0 for other types
+    # how many int8 numbers share a scale: a power of two, or a whole head, padded to one; 0 for other types
     group = 0 if k.scale is None else k.group
     arguments = (qkv, q, angles, k.data, v.data, k.scale, v.scale, inputs.positions, inputs.sequences,
                  inputs.slot_table, inputs.slot_table.stride(0), layer.n_slots)
@@ -111,7 +111,7 @@ def head_of(x, norm, angles, of_row, EPS: constexpr, D: constexpr, PADDED: const
         size = tl.rsqrt(tl.sum(a * a, axis=0) / D + EPS)
         a = a * size * tl.load(norm + channels, channels < D, 0).to(tl.float32)
     if angles is not None:
-        # channel i and its other, i + D / 2 or i - D / 2, are a pair: (a cos - b sin, b cos + a sin)
+        # channels i and i + D / 2 are a pair (a, b), which becomes (a cos - b sin, b cos + a sin)
         second = channels >= D // 2
         other = tl.where(second, channels - D // 2, channels + D // 2)
         b = tl.load(x + other, channels < D, 0).to(tl.float32)

@@ -97,7 +97,7 @@ def draw_kernel(logits, settings, seeds, numbers, left, broken, marks, drawn, dr
     may_draw, number = tl.load(left + row), tl.load(numbers + row)
     score, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
     if may_draw > 0:
-        # the same in the noise of all tokens, see `exponential_noise` of `decode.draw`
+        # the hash of the seed and of the token's number, as in `exponential_noise` of decode/draw.py
         key = mixed(mixed(tl.load(seeds + row).to(tl.uint64) + GOLDEN) + (number + 1).to(tl.uint64) * GOLDEN)
         N_PARTS: tl.constexpr = (V + PART - 1) // PART
         part = tl.arange(0, triton.next_power_of_2(N_PARTS))

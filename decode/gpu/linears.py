@@ -1,5 +1,5 @@
 """
-Triton kernels for embeddings, norms, and linears with their activation, gate or residual sum.
+Triton kernels for embeddings, norms and linears. A linear also applies its activation, gate or residual sum.
 
 A linear's tile is a matrix of weights times some rows of x. Its sums run over the columns of x, or over a part of them
 each, in ascending order, 16 at a time in one instruction, and sums of parts are added in ascending order, whatever the

@@ -44,7 +44,7 @@ def captured(step, pool, stream):
     """The CUDA graph of step(), which is run once before."""
     graph = torch.cuda.CUDAGraph()
     step()  # kernels are loaded, and libraries allocate memory, at a first call, which cannot be recorded
-    # the stream is left in any case: a recording that fails may not leave it
+    # the outer context leaves the stream in any case; PyTorch's own does not if a recording fails
     with torch.cuda.stream(stream), torch.cuda.graph(graph, pool, stream, 'thread_local'):
         step()
     return graph
