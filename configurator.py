@@ -9,7 +9,7 @@ key, such as api_key, are shown nowhere. An unknown name or a value of another t
 settings. A script ends with `configurator.run(main)`.
 
 A script imports this module before all others, with `import configurator  # isort: skip`. If torch is not installed,
-that import ends the script with a line that says what to do.
+that import ends the script with a line that says what to do. From then on Ctrl-C ends the script without a traceback.
 """
 import ast
 import difflib
@@ -111,6 +111,15 @@ def check_installation(packages=PACKAGES, advice=None):
 
 
 check_installation()
+
+
+def _excepthook(kind, error, trace):
+    """`sys.excepthook`; Ctrl-C while a script still imports prints nothing."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _excepthook
 
 
 def override(namespace, argv):

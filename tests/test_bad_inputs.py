@@ -68,6 +68,7 @@ SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--speculate=int4 --use_cache=False', 'speculate=int4 works on the cache: leave use_cache=False out'),
     ('--draft=out --speculate=int4', 'both say who proposes tokens: a draft takes speculate=auto'),
     ('--chat=True --speculate=int4', 'and draws one token after the other: leave kv_cache, speculate and'),
+    ('--chat --num_samples=3 --stop=x', 'a conversation takes no num_samples and no stop: leave that out'),
     ('--weights=int8 --use_cache=False', 'weights=int8 works on the cache: leave use_cache=False out'),
     ('--weights=int8 --dtype=bfloat16', 'but not dtype=bfloat16'),
     ('--kv_cache=pages', "kv_cache must be one of 'blocks', 'streams', 'unified', not 'pages'"),

@@ -1,5 +1,6 @@
 """Config files and --key=value."""
 import os
+import signal
 import subprocess
 import sys
 
@@ -146,6 +147,18 @@ def test_errors_end_in_one_line(run_and_fail, capsys, error, code, line):
     assert stop.value.code == code and line in err and err.count('\n') <= 1
     with pytest.raises(RuntimeError):  # a bug of ours keeps its traceback
         run_and_fail(RuntimeError('shapes cannot be multiplied'))
+
+
+@pytest.mark.skipif(os.name != 'posix', reason="the signal ends a process of POSIX")
+def test_an_interrupt_while_a_script_imports_prints_nothing(tmp_path):
+    (tmp_path / 'script.py').write_text("import configurator\nimport signal\nsignal.raise_signal(signal.SIGINT)\n")
+    done = subprocess.run([sys.executable, str(tmp_path / 'script.py')], capture_output=True,
+                          env=os.environ | dict(PYTHONPATH=ROOT))
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b'', b'')
+    (tmp_path / 'script.py').write_text("import configurator\nraise RuntimeError('a bug')\n")
+    done = subprocess.run([sys.executable, str(tmp_path / 'script.py')], capture_output=True,
+                          env=os.environ | dict(PYTHONPATH=ROOT))
+    assert done.returncode == 1 and b'Traceback' in done.stderr and b'a bug' in done.stderr
 
 
 def test_a_terminal_that_lacks_characters_gets_others(tmp_path):
