@@ -46,6 +46,8 @@ def load(path, device='cpu'):
             advice = f"{folder} is a file, and out_dir is the folder that a run has made"
         elif os.path.exists(os.path.join(folder, 'config.json')):
             advice = f"{folder} is a model in Hugging Face format: give it as --init_from={folder}"
+        elif found := newest_first():
+            advice = f"there is {', '.join(found[:5])}: give the folder of one as --out_dir"
         raise ValueError(f"no checkpoint {path}: {advice}")
     with open(path, 'rb') as f:
         try:

@@ -29,7 +29,7 @@ TRAIN = [  # settings, what the line has to say
     ('--wandb_log=True', 'pip install wandb'),
 ]
 SAMPLE = [
-    ('--out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt: train one first'),
+    ('--out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt: there is out/ckpt.pt: give the'),
     ('--out_dir=train.py', 'train.py is a file, and out_dir is the folder that a run has made'),
     ('--out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
     ('--init_from=gpt2', 'gpt2 could not be downloaded'),
