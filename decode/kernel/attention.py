@@ -56,12 +56,17 @@ Slots = namedtuple('Slots', 'offsets head')
 # position as the sinks see it, see model.py's GPTConfig
 Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 
+# the keys and values that are prefetched, from number `key` of OFFSETS to `last`, of the head that is at `head`; none
+# if `last` is less
+Ahead = namedtuple('Ahead', 'head key last')
+
 # arrays of a thread, see layout.py
 Scratch = namedtuple('Scratch', 'scores keys values eights')
 
 ZERO = np.int64(0)  # a plain 0 is of a type of its own, for which numba would compile a function again
 FAR = 2**19      # numbers of all keys of a step, from which on they are prefetched: fewer stay in the caches anyway
-AT_ONCE = 2**18  # bytes of keys and values that are prefetched at a time, at most: they must fit the second cache
+AT_ONCE = 2**18  # bytes of keys and values that are prefetched of a head, at most: they must fit the second cache
+NOTHING = Ahead(ZERO, ZERO, np.int64(-1))
 TOGETHER = 16  # queries of a sequence with the same keys for which these are copied, so that tiles can read them
 SHIFT = KV_GROUP.bit_length() - 1  # from the index of a number to that of its scale
 
@@ -86,20 +91,16 @@ def load_stored_first(builder, array, scales, i, n):
     return to_floats(builder, emit.load_first(builder, array, i, n), scales, i)
 
 
-@instruction(types.void)
-def prefetch(builder, array, i):
-    """Prefetch the line of array[i] into the second cache."""
-    emit.prefetch(builder, address(builder, array, i, I8), 2)
-
-
 @instruction(types.boolean)
 def has_scales(builder, array):
     """Are these stored numbers int8? Compiled code has only the branch for its type."""
     return ir.Constant(ir.IntType(1), array.type.pointee == I8)
 
 
-def keys_from(builder, key, n):
-    return [builder.add(key, I64(r)) for r in range(n)]
+def keys_from(builder, key, n, last=None):
+    """n keys from `key` on; `last`, if it is given, takes the place of those after it."""
+    keys = [builder.add(key, I64(r)) for r in range(n)]
+    return [builder.select(builder.icmp_signed('<', k, last), k, last) for k in keys] if last else keys
 
 
 def rows_at(builder, i, offsets, keys):
@@ -156,8 +157,18 @@ def store_row(builder, array, i, sums, factor, n):
 @instruction(types.UniTuple(floats, LANES))
 def load_rows(builder, array, scales, i, offsets, key, last):
     """array[i + offsets[k] : + LANES] for LANES keys k from `key` on; `last` takes the place of those after it."""
-    keys = [builder.select(builder.icmp_signed('<', k, last), k, last) for k in keys_from(builder, key, LANES)]
-    return [emit_load_stored(builder, array, scales, at) for at in rows_at(builder, i, offsets, keys)]
+    at = rows_at(builder, i, offsets, keys_from(builder, key, LANES, last))
+    return [emit_load_stored(builder, array, scales, i) for i in at]
+
+
+@instruction(types.void)
+def prefetch_rows(builder, array, i, offsets, key, last, like):
+    """
+    Prefetch the line of array[i + offsets[k]] into the second cache, for as many keys k from `key` on as `like` has
+    vectors; `last` takes the place of those after it.
+    """
+    for at in rows_at(builder, i, offsets, keys_from(builder, key, len(like), last)):
+        emit.prefetch(builder, address(builder, array, at, I8), 2)
 
 
 def attention_on(dtype):
@@ -295,15 +306,17 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
     """
     Attend with the queries of heads = (from, to): those of all rows if `every`, otherwise of the first n_queries rows
     of WANTED. y: one row for each, in the same order. While a head of a row is attended, the next one's keys and values
-    are prefetched, of the same row or the next: they are scattered over pages, of which processors foresee few.
+    are prefetched, of the same row or the next: they are scattered over pages, of which processors foresee few. Each
+    block of keys brings one of the next head, because a processor waits where many lines are asked for at once.
     """
     wanted, positions = longs_at(memory[layout.WANTED]), longs_at(memory[layout.POSITIONS])
     of_row, starts = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.QUERY_STARTS])
     group, n_sink, window = sizes[N_HEAD] // sizes[N_KV_HEAD], sizes[layout.N_SINK], sizes[layout.WINDOW]
     sequences, tiled = longs_at(memory[layout.SEQUENCES]), every and window == 0 and sizes[HEAD_DIM] % (2 * LANES) == 0
-    first_kv, end_kv, offsets = heads[0] // group, (heads[1] + group - 1) // group, longs_at(memory[layout.OFFSETS])
+    first_kv, end_kv = heads[0] // group, (heads[1] + group - 1) // group
     n_seen, done = own_entry(memory, sizes[layout.N_ROWS] - 1) + 1, 0
     is_far = n_seen * sizes[layout.N_LAYER] * sizes[N_KV_HEAD] * sizes[HEAD_DIM] > FAR
+    most_ahead = AT_ONCE // (2 * (1 if has_scales(stored.k) else 4) * sizes[HEAD_DIM])
     for i in range(n_queries):
         row = i if every else wanted[i]
         n_rows = starts[of_row[row] + 1] - row
@@ -322,22 +335,13 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
         next_end = own_entry(memory, row + 1 if every else wanted[i + 1]) + 1 if i + 1 < n_queries else end
         for kv_head in range(first_kv, end_kv):
             of_group = max(heads[0], kv_head * group), min(heads[1], kv_head * group + group)
+            ahead = NOTHING
             if is_far:
                 head, start, stop = kv_head + 1, end - n_last, end
                 if head == end_kv:
                     head, start, stop = first_kv, end, next_end
-                prefetch_rows(stored, Slots(offsets, head * sizes[HEAD_STRIDE]), start, stop, sizes[HEAD_DIM])
-            attend_row(memory, sizes, stored, row, kv_head, of_group, seen, scratch.scores, i)
-
-
-@njit
-def prefetch_rows(stored, slots, first, end, head_dim):
-    """Prefetch the keys and values of a head, those of entries first to end - 1 of OFFSETS."""
-    size = 1 if has_scales(stored.k) else 4
-    for key in range(first, min(end, first + AT_ONCE // (2 * size * head_dim))):
-        for i in range(slots.head, slots.head + head_dim, 64 // size):  # a line has 64 bytes
-            prefetch(stored.k, slots.offsets[key] + i)
-            prefetch(stored.v, slots.offsets[key] + i)
+                ahead = Ahead(head * sizes[HEAD_STRIDE], start, min(stop, start + most_ahead) - 1)
+            attend_row(memory, sizes, stored, row, kv_head, of_group, seen, ahead, scratch.scores, i)
 
 
 @njit
@@ -414,7 +418,7 @@ def attend_eight(memory, sizes, row, n, head, scratch):
 
 
 @njit
-def attend_row(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
+def attend_row(memory, sizes, stored, row, kv_head, heads, seen, ahead, scores, y_row):
     """The queries of one row for one head of keys and values: softmax(q k / sqrt(head_dim) + bias) v."""
     head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)
     q, q_at = floats_at(memory[layout.Q]), (row * sizes[N_HEAD] + heads[0]) * head_p
@@ -425,32 +429,36 @@ def attend_row(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
     stride, slopes = padded(n_keys, LANES) + LANES, floats_at(memory[layout.SLOPES] + 4 * heads[0])
     if n_sinks:
         score(q_sinks, q_at, n_heads, head_dim, stored, slots, seen.sinks, seen.sinks_end, -seen.sink_position, slopes,
-              scores, ZERO, stride)
+              NOTHING, scores, ZERO, stride)
     score(q, q_at, n_heads, head_dim, stored, slots, seen.last, seen.last_end, 1 + seen.last - seen.last_end, slopes,
-          scores, n_sinks, stride)
+          ahead, scores, n_sinks, stride)
     y, y_at = floats_at(memory[layout.Y]), y_row * padded(sizes[N_HEAD] * head_dim, GROUP) + heads[0] * head_dim
     for h in range(n_heads):
         norm = splat(softmax(scores, h * stride, n_keys))
         whole = head_dim - head_dim % (2 * LANES)
         for i in range(0, whole, 2 * LANES):
-            weigh_two(stored, slots, i, 2 * LANES, seen, scores, h * stride, norm, y, y_at + h * head_dim + i)
+            weigh_two(stored, slots, i, 2 * LANES, seen, ahead, scores, h * stride, norm, y, y_at + h * head_dim + i)
         for i in range(whole, head_dim, LANES):
             n = min(LANES, head_dim - i)
-            weigh_one(stored, slots, i, n, seen, scores, h * stride, norm, y, y_at + h * head_dim + i)
+            weigh_one(stored, slots, i, n, seen, ahead, scores, h * stride, norm, y, y_at + h * head_dim + i)
+        ahead = NOTHING  # it has come with the first query
 
 
 @njit
-def score(q, q_at, n_heads, head_dim, stored, slots, key, end, offset, slopes, scores, to, stride):
+def score(q, q_at, n_heads, head_dim, stored, slots, key, end, offset, slopes, ahead, scores, to, stride):
     """
     scores[to + h * stride + i], for the n_heads queries at q_at and keys number key + i, up to end - 1. offset: the
     first key's position minus the query's, at most 0. A score has the same bits whichever keys are computed with it.
     """
     scale, head_p = splat(np.float32(1 / math.sqrt(head_dim))), padded(head_dim, LANES)
     if head_dim % LANES == 0:
+        behind = ahead.key - key
         while key + LANES <= end:  # the scores of LANES keys, one in each lane
             for h in range(n_heads):
                 sums, at = zeros(LANES), q_at + h * head_p
                 for i in range(0, head_dim, LANES):
+                    if h == 0 and key + behind <= ahead.last:
+                        prefetch_rows(stored.k, ahead.head + i, slots.offsets, key + behind, ahead.last, sums)
                     sums = dot_rows(sums, stored.k, stored.k_scale, slots.head + i, slots.offsets, key, load(q, at + i))
                 bias = splat(slopes[h]) * lanes_from(offset)
                 store(scores, to + h * stride, fma(sum_each(sums), scale, bias))
@@ -488,7 +496,7 @@ def weigher(n_vectors):
     n_eights = 8 * n_vectors
 
     @njit
-    def weigh(stored, slots, i, n, seen, weights, w, norm, out, out_at):
+    def weigh(stored, slots, i, n, seen, ahead, weights, w, norm, out, out_at):
         """
         out[: n] = norm * the sum of numbers i to i + n - 1 of the values that are seen, times their weights, from w on.
         Sinks are added one after the other, then eight keys at a time to eight sums, then what is left.
@@ -499,8 +507,11 @@ def weigher(n_vectors):
             w += 1
         key = seen.last
         if n == n_vectors * LANES:
-            eights = zeros(n_eights)
+            eights, eight, behind = zeros(n_eights), zeros(8), ahead.key - key
             while key + 8 <= seen.last_end:
+                if key + behind <= ahead.last:
+                    for m in range(n_vectors):
+                        prefetch_rows(v, ahead.head + i + m * LANES, slots.offsets, key + behind, ahead.last, eight)
                 eights = add_rows(eights, v, scales, at, slots.offsets, key, weights, w)
                 key, w = key + 8, w + 8
             sums = add_totals(sums, eights)
