@@ -452,13 +452,13 @@ def score(q, q_at, n_heads, head_dim, stored, slots, key, end, offset, slopes, a
     """
     scale, head_p = splat(np.float32(1 / math.sqrt(head_dim))), padded(head_dim, LANES)
     if head_dim % LANES == 0:
-        behind = ahead.key - key
+        distance = ahead.key - key
         while key + LANES <= end:  # the scores of LANES keys, one in each lane
             for h in range(n_heads):
                 sums, at = zeros(LANES), q_at + h * head_p
                 for i in range(0, head_dim, LANES):
-                    if h == 0 and key + behind <= ahead.last:
-                        prefetch_rows(stored.k, ahead.head + i, slots.offsets, key + behind, ahead.last, sums)
+                    if h == 0 and key + distance <= ahead.last:
+                        prefetch_rows(stored.k, ahead.head + i, slots.offsets, key + distance, ahead.last, sums)
                     sums = dot_rows(sums, stored.k, stored.k_scale, slots.head + i, slots.offsets, key, load(q, at + i))
                 bias = splat(slopes[h]) * lanes_from(offset)
                 store(scores, to + h * stride, fma(sum_each(sums), scale, bias))
@@ -507,11 +507,12 @@ def weigher(n_vectors):
             w += 1
         key = seen.last
         if n == n_vectors * LANES:
-            eights, eight, behind = zeros(n_eights), zeros(8), ahead.key - key
+            eights, distance = zeros(n_eights), ahead.key - key
             while key + 8 <= seen.last_end:
-                if key + behind <= ahead.last:
+                if key + distance <= ahead.last:
                     for m in range(n_vectors):
-                        prefetch_rows(v, ahead.head + i + m * LANES, slots.offsets, key + behind, ahead.last, eight)
+                        at_next = ahead.head + i + m * LANES
+                        prefetch_rows(v, at_next, slots.offsets, key + distance, ahead.last, zeros(8))
                 eights = add_rows(eights, v, scales, at, slots.offsets, key, weights, w)
                 key, w = key + 8, w + 8
             sums = add_totals(sums, eights)
