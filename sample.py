@@ -87,7 +87,9 @@ def main(config):
     dev = pick_device(device)
     if dev == 'cpu':
         share_cores()
-    check_settings(dev, config.given)
+    check_settings(dev)
+    if chat and (of_samples := [name for name in OF_SAMPLES if name in config.given]):
+        raise ValueError(f"a conversation takes no {' and no '.join(of_samples)}: leave that out, or chat")
     texts = read_prompts()
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
     of_weights = torch.float32 if dtype == 'float32' else None
@@ -309,11 +311,8 @@ def of_template():
                      f"{template_kwargs!r:.60}")
 
 
-def check_settings(dev, given):
-    """
-    ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked. given:
-    the names of settings that are set.
-    """
+def check_settings(dev):
+    """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
     configurator.check_range(globals(), 1, 10**6, 'num_samples', 'batch_size')
     configurator.check_range(globals(), 0, math.inf, 'max_new_tokens', 'top_k', 'seed', 'keep', 'n_keep')
     for name, values in dict(split=('', 'lines'), when_full=('auto', 'crop', 'shift', 'roll'),
@@ -325,8 +324,6 @@ def check_settings(dev, given):
         raise ValueError(f"{' and '.join(forms)} each say what form a sample has: give one of them")
     if (system or template_kwargs) and not chat:
         raise ValueError("system and template_kwargs have an effect only in a conversation: add --chat")
-    if chat and (of_samples := [name for name in OF_SAMPLES if name in given]):
-        raise ValueError(f"a conversation takes no {' and no '.join(of_samples)}: leave that out, or chat")
     plain_model.check_sampling(temperature, top_k or None, top_p)
     if (keep or n_keep) and when_full not in ('shift', 'roll'):
         raise ValueError("keep and n_keep say what is left of a full context: give when_full=shift or roll with them")
