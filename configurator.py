@@ -114,7 +114,7 @@ check_installation()
 
 
 def _excepthook(kind, error, trace):
-    """`sys.excepthook`; Ctrl-C while a script still imports prints nothing."""
+    """Print an exception as Python does, but nothing for Ctrl-C while a script imports."""
     if kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, error, trace)
 

@@ -89,7 +89,7 @@ def main(config):
         share_cores()
     check_settings(dev)
     if chat and (of_samples := [name for name in OF_SAMPLES if name in config.given]):
-        raise ValueError(f"a conversation takes no {' and no '.join(of_samples)}: leave that out, or chat")
+        raise ValueError(f"a conversation takes no {' and no '.join(of_samples)}: leave that out, or leave chat out")
     texts = read_prompts()
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
     of_weights = torch.float32 if dtype == 'float32' else None

@@ -44,7 +44,7 @@ def captured(step, pool, stream):
     """The CUDA graph of step(), which is run once before."""
     graph = torch.cuda.CUDAGraph()
     step()  # kernels are loaded, and libraries allocate memory, at a first call, which cannot be recorded
-    # the outer context leaves the stream in any case; PyTorch's own does not if a recording fails
+    # torch.cuda.stream leaves the stream in any case; torch.cuda.graph does not if a recording fails
     with torch.cuda.stream(stream), torch.cuda.graph(graph, pool, stream, 'thread_local'):
         step()
     return graph

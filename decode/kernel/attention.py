@@ -56,8 +56,8 @@ Slots = namedtuple('Slots', 'offsets head')
 # position as the sinks see it, see model.py's GPTConfig
 Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 
-# the keys and values that are prefetched, from number `key` of OFFSETS to `last`, of the head that is at `head`; none
-# if `last` is less
+# what is prefetched: the keys and values number `key` to `last` of OFFSETS, of the head at `head`. If `last` is less
+# than `key`, there is nothing
 Ahead = namedtuple('Ahead', 'head key last')
 
 # arrays of a thread, see layout.py
@@ -306,8 +306,8 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
     """
     Attend with the queries of heads = (from, to): those of all rows if `every`, otherwise of the first n_queries rows
     of WANTED. y: one row for each, in the same order. While a head of a row is attended, the next one's keys and values
-    are prefetched, of the same row or the next: they are scattered over pages, of which processors foresee few. Each
-    block of keys brings one of the next head, because a processor waits where many lines are asked for at once.
+    are prefetched, of the same row or the next: they are scattered over pages, of which processors foresee few. One
+    block of them is prefetched beside each block of keys: a processor waits if too many lines are requested at once.
     """
     wanted, positions = longs_at(memory[layout.WANTED]), longs_at(memory[layout.POSITIONS])
     of_row, starts = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.QUERY_STARTS])

@@ -81,7 +81,7 @@ def find_bounds(memory, sizes, r, x):
     low, high = floats_at(products + 4 * r * V), floats_at(products + 4 * (R + r) * V)
     norms, size = floats_at(memory[layout.SCREEN_NORMS]), norm(x, r * K, K)
     # Each of the two sums has K products. In any order, rounding changes a sum by at most K / 2 ** 24 times the norms.
-    # The 64 more are for the roundings of scales and bounds, `least` is for products that are rounded to 0.
+    # 64 is added for the roundings of scales and bounds, and `least` for products that are rounded to 0.
     rest, least = norm(x, (R + r) * K, K) + (K + 64) * 2.0**-23 * size, constant(1e-30)
     of_error, of_norm = splat(np.float32(size)), splat(np.float32(rest))
     for i in range(0, V, LANES):
