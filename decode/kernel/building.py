@@ -169,7 +169,7 @@ def compile_beside(function, code):
     cache = function.kept._cache
     if n_cores() > 1 and isinstance(cache, SharedCache) and not cache.is_there(function.kept._sig):
         with suppress(OSError):
-            # without os._exit Python frees its memory for a second, on a core that this process needs for its first steps
+            # without os._exit Python frees its memory for a second, on a core that this process needs for first steps
             code = f'import os, sys; sys.path.insert(0, {str(HERE.parents[1])!r})\n{code}\nos._exit(0)'
             atexit.register(subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.DEVNULL,
                                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).kill)
