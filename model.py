@@ -293,10 +293,8 @@ class GPT(nn.Module):
             use_cache = not self.training and targets is None
         if kv_cache is None and use_cache:
             kv_cache = self.empty_cache(len(idx))
-        if isinstance(cache_pos, torch.Tensor):
-            positions = cache_pos[:, None] + torch.arange(idx.size(1), device=idx.device)
-        else:
-            positions = torch.arange(cache_pos, cache_pos + idx.size(1), device=idx.device)
+        begin = cache_pos[:, None] if isinstance(cache_pos, torch.Tensor) else cache_pos
+        positions = begin + torch.arange(idx.size(1), device=idx.device)
         # a cache for a window takes window + 1 tokens at once, so that it need not hold more than two windows
         chunk, parts = self.config.window + 1 if kv_cache and self.config.window else idx.size(1), []
         for start in range(0, idx.size(1), chunk):

@@ -30,8 +30,9 @@ N_PAGES, POOL_BYTES = 1024, 2**30  # of a pool, by default; bytes of keys and va
 class Engine:
     """
     model: a GPT in eval mode. executor: of the model, see `decode.best`; by default the one in PyTorch. pool: of
-    `kvcache`; by default one of pages with 2**30 bytes at most. budget: the most tokens of a step, which all sequences
-    wait for. kv_bits: 0 stores keys and values as the executor computes them, 8 rounds them.
+    `kvcache`; by default one of pages with 2**30 bytes at most. budget: the most tokens of a step: more of them read a
+    prompt sooner, and let the other sequences wait longer. most_running: the most sequences that have slots. kv_bits: 0
+    stores keys and values as the executor computes them, 8 rounds them. ValueError if these do not go together.
 
     The tokens and logits of a sequence are those that it has alone, with a compiled executor bit for bit, whoever else
     runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. After an exception inside
@@ -47,9 +48,12 @@ class Engine:
             raise ValueError(f"kv_bits must be 0 or 8, not {kv_bits!r}")
         executor = executor or EagerExecutor(model)
         self.model, self.executor, self.pool = model, executor, pool or default_pool(model.config)
+        n_slots = self.pool.n_slots
+        if bool(n_slots) != hasattr(executor, 'hold'):
+            raise ValueError(f"NoPool and UncachedExecutor go together, and {type(self.pool).__name__} came with "
+                             f"{type(executor).__name__}: pass both, or neither")
         self.pool.reset()
         self.pool.engine = weakref.ref(self)
-        n_slots = getattr(self.pool, 'n_slots', 0)
         if n_slots:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
             executor.hold(make_layers(model, n_slots, type_kv))
@@ -84,8 +88,9 @@ class Engine:
         prompt = checked_prompt(prompt, c.vocab_size)
         if type(salt) is not str:
             raise ValueError(f"salt must be a text, not {salt!r}")
-        for name, count, least in (('max_new_tokens', max_new_tokens, 0), ('n', n, 1),
-                                   ('logits_from', logits_from, 0), ('most_ahead', most_ahead, 1)):
+        for name, count, least in (('max_new_tokens', max_new_tokens, 0), ('n', n, 1), ('n_keep', n_keep, 0),
+                                   ('keep', 1 if keep is None else keep, 1), ('logits_from', logits_from, 0),
+                                   ('most_ahead', most_ahead, 1)):
             if type(count) is not int or count < least:
                 raise ValueError(f"{name} must be an integer from {least} on, not {count!r}")
         n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
@@ -289,7 +294,8 @@ class Engine:
 
     def generate(self, prompts, max_new_tokens, n=1, seed=0, **settings):
         """`stream`, collected: for each sample a list of its prompt and its new tokens, up to what has ended it."""
-        token_lists = [list(prompt) for prompt in prompts for _ in range(n)]
+        prompts = [checked_prompt(prompt, self.model.config.vocab_size) for prompt in prompts]
+        token_lists = [prompt[:] for prompt in prompts for _ in range(n)]
         with self.executor.torch_on_one_thread():
             for number, tokens in self.stream(prompts, max_new_tokens, n, seed, **settings):
                 token_lists[number] += tokens
@@ -329,8 +335,8 @@ def context_of(config, when_full, keep, n_keep, n_prompt):
     c = config
     endless = c.max_positions != c.block_size
     if when_full not in (None, 'crop', 'shift') or endless and when_full:
-        raise ValueError(f"when_full must be {'left out for a model without a full context' if endless else 'crop or'}"
-                         f"{'' if endless else ' shift'}, not {when_full!r}")
+        expected = 'left out for a model without a full context' if endless else 'crop or shift'
+        raise ValueError(f"when_full must be {expected}, not {when_full!r}")
     if when_full != 'shift':
         if keep is not None or n_keep:
             raise ValueError(f"keep={keep} and n_keep={n_keep} say what is left of a full context: pass "
@@ -338,7 +344,7 @@ def context_of(config, when_full, keep, n_keep, n_prompt):
         return 0, c.max_positions
     kept = min(n_keep, n_prompt)
     last = keep or max(1, min(c.block_size // 2, c.block_size - kept))
-    if last < 1 or kept < 0 or kept + last > c.block_size:
+    if kept + last > c.block_size:
         raise ValueError(f"n_keep={kept} and keep={last} tokens of a full context, of these at least 1, must fit in "
                          f"{c.block_size}")
     return kept, last

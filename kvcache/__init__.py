@@ -19,7 +19,7 @@ A pool is what the engine's scheduler asks for slots; one thread owns it. See `p
     reset()                         forget all sequences and all that is remembered
     will_grow(sequence)             will it need more room before it ends?
     copies                          of slots, which the next call makes first: the scheduler takes them
-    page_size                       slots of a page; 0 where nothing is kept: `NoPool` has no fork, n_pages and n_slots
+    page_size                       slots of a page; 0 where nothing is kept: `NoPool` has no fork and no n_pages
     n_pages                         pages; of cells, those of one stream
     n_slots                         slots in all
     n_free                          pages that no sequence has

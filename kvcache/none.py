@@ -6,7 +6,7 @@ class NoPool:
     It has the operations of `pages.PagePool` but `fork`, and always room. n_computed of a sequence stays 0.
     most_sequences: of a step.
     """
-    page_size, window, n_free, most_sequences, copies = 0, 0, 2**62, 2**20, []
+    page_size, n_slots, window, n_free, most_sequences, copies = 0, 0, 0, 2**62, 2**20, []
 
     def begin(self, sequence, tokens=(), salt=''):
         sequence.n_computed, sequence.runs = 0, None

@@ -53,7 +53,7 @@ LayerKV = namedtuple('LayerKV', 'k v k_scale v_scale')
 Slots = namedtuple('Slots', 'offsets head')
 
 # the keys that a row sees, as ranges of OFFSETS: the sinks, and the last ones up to its own; sink_position: the row's
-# position as the sinks see it, see model.py's GPTConfig
+# position as the sinks see it, see `positions.Positions.mask_with_sinks`
 Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 
 # what is prefetched: the keys and values number `key` to `last` of OFFSETS, of the head at `head`. If `last` is less
@@ -190,7 +190,7 @@ def attention_on(dtype):
         write_keys_values(memory, sizes, layer, kv_heads, stored, floats_at(memory[scratch + layout.HEAD]))
         every = layer < sizes[layout.N_LAYER] - 1 or sizes[layout.N_WANTED] == sizes[layout.N_ROWS]
         n_queries = sizes[layout.N_ROWS] if every else sizes[layout.N_WANTED]
-        attend(memory, sizes, heads, stored, n_queries, every, Scratch(
+        attend(memory, sizes, heads, kv_heads, stored, n_queries, every, Scratch(
             floats_at(memory[scratch + layout.SCORES]), floats_at(memory[scratch + layout.KEYS]),
             floats_at(memory[scratch + layout.VALUES]), floats_at(memory[scratch + layout.EIGHTS])))
         return 0
@@ -302,10 +302,10 @@ def write_keys_values(memory, sizes, layer, kv_heads, stored, prepared):
 
 
 @njit
-def attend(memory, sizes, heads, stored, n_queries, every, scratch):
+def attend(memory, sizes, heads, kv_heads, stored, n_queries, every, scratch):
     """
-    Attend with the queries of heads = (from, to): those of all rows if `every`, otherwise of the first n_queries rows
-    of WANTED. y: one row for each, in the same order. While a head of a row is attended, the next one's keys and values
+    Attend with the queries of heads = (from, to), which read kv_heads: those of all rows if `every`, otherwise of the
+    first n_queries rows of WANTED. y: one row for each, in the same order. While a head of a row is attended, the next one's keys and values
     are prefetched, of the same row or the next: they are scattered over pages, of which processors foresee few. One
     block of them is prefetched beside each block of keys: a processor waits if too many lines are requested at once.
     """
@@ -313,7 +313,6 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
     of_row, starts = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.QUERY_STARTS])
     group, n_sink, window = sizes[N_HEAD] // sizes[N_KV_HEAD], sizes[layout.N_SINK], sizes[layout.WINDOW]
     sequences, tiled = longs_at(memory[layout.SEQUENCES]), every and window == 0 and sizes[HEAD_DIM] % (2 * LANES) == 0
-    first_kv, end_kv = heads[0] // group, (heads[1] + group - 1) // group
     n_seen, done = own_entry(memory, sizes[layout.N_ROWS] - 1) + 1, 0
     is_far = n_seen * sizes[layout.N_LAYER] * sizes[N_KV_HEAD] * sizes[HEAD_DIM] > FAR
     most_ahead = AT_ONCE // (2 * (1 if has_scales(stored.k) else 4) * sizes[HEAD_DIM])
@@ -323,7 +322,7 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
         if row < done:
             continue
         if tiled and n_rows * group >= TOGETHER:
-            attend_rows(memory, sizes, stored, row, n_rows, heads, scratch)
+            attend_rows(memory, sizes, stored, row, n_rows, heads, kv_heads, scratch)
             done = row + n_rows
             continue
         position = positions[row]
@@ -333,13 +332,13 @@ def attend(memory, sizes, heads, stored, n_queries, every, scratch):
         a, end = sequences[of_row[row] * layout.N_SEQUENCE_COLUMNS + layout.FIRST_OFFSET], own_entry(memory, row) + 1
         seen = Seen(a, a + n_sinks, end - n_last, end, min(position, n_sink + window - 1) if n_sink else position)
         next_end = own_entry(memory, row + 1 if every else wanted[i + 1]) + 1 if i + 1 < n_queries else end
-        for kv_head in range(first_kv, end_kv):
+        for kv_head in range(kv_heads[0], kv_heads[1]):
             of_group = max(heads[0], kv_head * group), min(heads[1], kv_head * group + group)
             ahead = NOTHING
             if is_far:
                 head, start, stop = kv_head + 1, end - n_last, end
-                if head == end_kv:
-                    head, start, stop = first_kv, end, next_end
+                if head == kv_heads[1]:
+                    head, start, stop = kv_heads[0], end, next_end
                 ahead = Ahead(head * sizes[HEAD_STRIDE], start, min(stop, start + most_ahead) - 1)
             attend_row(memory, sizes, stored, row, kv_head, of_group, seen, ahead, scratch.scores, i)
 
@@ -363,7 +362,7 @@ def copy_keys_values(stored, slots, first, n_keys, head_dim, scratch):
 
 
 @njit
-def attend_rows(memory, sizes, stored, row, n_rows, heads, scratch):
+def attend_rows(memory, sizes, stored, row, n_rows, heads, kv_heads, scratch):
     """
     The queries of n_rows rows of a sequence, from `row` on, each of which sees all keys up to its own: what
     `attend_row` computes for each, to the bit. Those that see as many whole eights of keys are computed together.
@@ -371,7 +370,7 @@ def attend_rows(memory, sizes, stored, row, n_rows, heads, scratch):
     group, position = sizes[N_HEAD] // sizes[N_KV_HEAD], longs_at(memory[layout.POSITIONS])[row]
     first = longs_at(memory[layout.SEQUENCES])[
         longs_at(memory[layout.SEQ_OF_ROW])[row] * layout.N_SEQUENCE_COLUMNS + layout.FIRST_OFFSET]
-    for kv_head in range(heads[0] // group, (heads[1] + group - 1) // group):
+    for kv_head in range(kv_heads[0], kv_heads[1]):
         slots = Slots(longs_at(memory[layout.OFFSETS]), kv_head * sizes[HEAD_STRIDE])
         copy_keys_values(stored, slots, first, position + n_rows, sizes[HEAD_DIM], scratch)
         for head in range(max(heads[0], kv_head * group), min(heads[1], kv_head * group + group)):
