@@ -112,22 +112,22 @@ class GPT(model.GPT):
             block.attn.__class__ = CausalSelfAttention  # same weights, same state; it prints what it does
             block.attn.layer = layer
 
-    def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
+    def hidden_states(self, idx, q_pos, kv_cache=None, last_only=False):
         check_layer(self.config.n_layer)
         if tracing():
             where = f"b={idx.size(0)} t={idx.size(1)}"
             if kv_cache and is_placed(kv_cache[0]):
-                trace('GPT', f"kv_cache=placed {where} pos={positions.tolist()}")
+                trace('GPT', f"kv_cache=placed {where} pos={q_pos.tolist()}")
             elif kv_cache and not (isinstance(kv_cache[0][2], int) and kv_cache[0][2] == 0):
-                pos = described(positions) if positions.dim() == 1 else f"pos={positions.tolist()}"
+                pos = described(q_pos) if q_pos.dim() == 1 else f"pos={q_pos.tolist()}"
                 trace('GPT', f"kv_cache=present {where} cache_pos={kv_cache[0][2]} {pos}")
             else:
-                trace('GPT', f"kv_cache=None {where} {described(positions)}")
+                trace('GPT', f"kv_cache=None {where} {described(q_pos)}")
         if self.recording:
-            self.recording.begins_pass(idx, positions, kv_cache)
-        x, kv_cache = super().hidden_states(idx, positions, kv_cache, last_only)
+            self.recording.begins_pass(idx, q_pos, kv_cache)
+        x, kv_cache = super().hidden_states(idx, q_pos, kv_cache, last_only)
         if self.recording:
-            self.recording.ends_pass(positions, kv_cache)
+            self.recording.ends_pass(q_pos, kv_cache)
         return x, kv_cache
 
     def step(self, idx, kv_cache, use_cache=True):

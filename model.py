@@ -33,7 +33,7 @@ class GPTConfig:
     position: str = 'learned'  # or rope, alibi, none: see positions.py
     rope_theta: float = 10000.0  # the base of rotary positions
     n_kv_head: int = 0       # heads of keys and values, each for n_head / n_kv_head queries; 0: as many as n_head
-    window: int = 0          # keys that a token sees, its own included; 0: all. It must be less than block_size
+    window: int = 0          # keys that a token sees, its own included; 0: all. window + n_sink < block_size
     n_sink: int = 0          # the first positions, which every token sees in addition to its window
     gelu: str = 'none'       # or tanh: GELU's approximation, with which GPT-2 was trained
     norm: str = 'layer'      # or rms, which neither subtracts a mean nor adds a bias (arXiv:1910.07467)
@@ -92,11 +92,11 @@ class LayerKVCache(NamedTuple):
         Write the keys and values of T new tokens, k and v (B, n_kv_head, T, head_dim), at cache_pos and after.
 
         positions: the `Positions` of these tokens, (B, T) when cache_pos is a tensor.
-        Returns (k, v, keys, cache): the keys and values in all slots so far, views of (B, n_kv_head, n, head_dim) with
-        n = min(cache_pos + T, n_slots) of the longest sequence; their `Keys`, or None if they are at positions 0, 1,
-        ...; and the tuple with cache_pos + T. Raises ValueError, with nothing written, when they do not fit: without a
-        window more than n_slots in all, with one more than window + 1 at once. Any object with this method can be the
-        cache of a layer for `GPT.hidden_states`.
+        Returns (k, v, key_positions, cache): the keys and values in all slots so far, views of (B, n_kv_head, n,
+        head_dim) with n = min(cache_pos + T, n_slots) of the longest sequence; the `KeyPositions` of these keys, or
+        None if they are at positions 0, 1, ...; and the tuple with cache_pos + T. Raises ValueError, with nothing
+        written, when they do not fit: without a window more than n_slots in all, with one more than window + 1 at once.
+        Any object with this method can be the cache of a layer for `GPT.hidden_states`.
         """
         k_cache, v_cache, start = self
         B, n_slots, T, window = k_cache.size(0), k_cache.size(2), k.size(2), positions.config.window
@@ -104,15 +104,15 @@ class LayerKVCache(NamedTuple):
         end = start + T if not ragged else as_int64('cache_pos', start) + T
         longest = int(end.max()) if ragged else end
         check_append(self, k, longest, window)
-        keys, n = None, min(longest, n_slots)
+        key_positions, n = None, min(longest, n_slots)
         if ragged or longest > n_slots:
             rows, slots = torch.arange(B, device=k.device)[:, None], positions.slots.expand(B, T)
             k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
-            keys = positions.keys_of_slots(n)
+            key_positions = positions.of_slots(n)
         else:
             k_cache.narrow(2, start, T).copy_(k)
             v_cache.narrow(2, start, T).copy_(v)
-        return k_cache.narrow(2, 0, n), v_cache.narrow(2, 0, n), keys, LayerKVCache(k_cache, v_cache, end)
+        return k_cache.narrow(2, 0, n), v_cache.narrow(2, 0, n), key_positions, LayerKVCache(k_cache, v_cache, end)
 
     def clone(self):
         """A copy with storage of its own, to branch from."""
@@ -161,7 +161,7 @@ class CausalSelfAttention(nn.Module):
         B, T, _ = x.size()
         heads = self.c_attn(x).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim).transpose(1, 2)
         q, k, v = heads.split_with_sizes([self.n_head, self.n_kv_head, self.n_kv_head], 1)  # (B, heads, T, head_dim)
-        config, keys = positions.config, None
+        config, key_positions = positions.config, None  # of the pass: `with_window` shares modules between configs
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if config.position == 'rope':
@@ -169,10 +169,10 @@ class CausalSelfAttention(nn.Module):
         if layer_cache is not None:
             if type(layer_cache) is tuple:
                 layer_cache = LayerKVCache(*layer_cache)
-            k, v, keys, layer_cache = layer_cache.append(k, v, positions)
-        mask = positions.mask(keys, k.size(2))
+            k, v, key_positions, layer_cache = layer_cache.append(k, v, positions)  # k, v: (B, n_kv_head, n, head_dim)
+        mask = positions.mask(key_positions, k.size(2))
         if config.position == 'rope' and config.n_sink:
-            mask = positions.mask_with_sinks(mask, q_unrotated, k, keys)
+            mask = positions.mask_with_sinks(mask, q_unrotated, k, key_positions)
         if last_only:
             q, mask = q[:, :, -1:], None if mask is None else mask[..., -1:, :]
         y = self.attend(q, k, v, mask, self.dropout if self.training else 0.0)
@@ -260,17 +260,17 @@ class GPT(nn.Module):
         k = w.new_empty(batch_size, c.n_kv_head, 0, c.head_dim, dtype=dtype)
         return [LayerKVCache.empty_like(k, c.n_slots) for _ in range(c.n_layer)]
 
-    def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
+    def hidden_states(self, idx, q_pos, kv_cache=None, last_only=False):
         """
-        Compute the input of lm_head for tokens idx (B, T) at positions (T,) or (B, T), both int64. Checks nothing.
+        The input of lm_head for tokens idx (B, T) at positions q_pos (T,) or (B, T), both int64. Checks nothing.
 
         kv_cache: the caches of the layers, each an object with `append` (see `LayerKVCache`), or None.
         Returns (x, kv_cache): x (B, T, C), or with last_only the last position's alone, (B, 1, C).
         """
         t = self.transformer
         x = t.wte(idx)
-        x = t.drop(x + t.wpe(positions) if self.config.position == 'learned' else x)
-        positions = Positions(self.config, positions, x.dtype)
+        x = t.drop(x + t.wpe(q_pos) if self.config.position == 'learned' else x)
+        positions = Positions(self.config, q_pos, x.dtype)
         layers, kv_cache = kv_cache or [None] * len(t.h), []
         for block, layer_cache in zip(t.h, layers):
             # no other block reads what the last one computes, so it computes only the position that is asked for
@@ -294,12 +294,12 @@ class GPT(nn.Module):
         if kv_cache is None and use_cache:
             kv_cache = self.empty_cache(len(idx))
         begin = cache_pos[:, None] if isinstance(cache_pos, torch.Tensor) else cache_pos
-        positions = begin + torch.arange(idx.size(1), device=idx.device)
+        q_pos = begin + torch.arange(idx.size(1), device=idx.device)
         # a cache for a window takes window + 1 tokens at once, so that it need not hold more than two windows
         chunk, parts = self.config.window + 1 if kv_cache and self.config.window else idx.size(1), []
         for start in range(0, idx.size(1), chunk):
             part = slice(start, start + chunk)
-            x, kv_cache = self.hidden_states(idx[:, part], positions[..., part], kv_cache, last_only=targets is None)
+            x, kv_cache = self.hidden_states(idx[:, part], q_pos[..., part], kv_cache, last_only=targets is None)
             parts.append(x)
         logits = self.lm_head(x if targets is None else torch.cat(parts, dim=1))
         if targets is None:

@@ -104,10 +104,10 @@ def turned(keys, shifts, frequencies):
     return rotate(keys.to(angles.dtype), angles.cos(), angles.sin()).to(keys.dtype)
 
 
-class Keys(NamedTuple):
+class KeyPositions(NamedTuple):
     """
-    The keys that a cache returns. pos: their positions, int64 (K,), (B, K), or (B, T, K). allowed: bool, broadcastable
-    to (B, T, K), False where a key is none of the query's sequence; None if all are allowed.
+    Where the keys are that a cache returns. pos: their positions, int64 (K,), (B, K), or (B, T, K). allowed: bool,
+    broadcastable to (B, T, K), False where a key is none of the query's sequence; None if all are allowed.
     """
     pos: torch.Tensor
     allowed: torch.Tensor | None = None
@@ -122,8 +122,8 @@ class Positions:
 
     def __init__(self, config, q_pos, dtype):
         self.config, self.q_pos, self.dtype = config, q_pos, dtype
-        self.masks = {}  # {(id of keys, n_keys): the keys, so that their id stays theirs, and their mask}
-        self.keys = {}  # {n: the keys of the first n slots}
+        self.masks = {}  # {(id of key positions, n_keys): these, so that their id stays theirs, and the mask}
+        self.in_slots = {}  # {n: the `KeyPositions` of the first n slots}
         if config.position == 'rope':
             self.angles = self.cos_sin(q_pos)
             if config.n_sink:  # a sink is no further away than in a cache that has nothing between it and the window
@@ -144,38 +144,41 @@ class Positions:
         """The slots of the new tokens in a cache of tuples, int64 like q_pos: see `ring_slots`."""
         return ring_slots(self.q_pos, self.config)
 
-    def keys_of_slots(self, n):
-        """The `Keys` of the first n slots of a cache of tuples, once the new tokens are in it: for all layers one."""
-        if n not in self.keys:
-            self.keys[n] = Keys(positions_in_ring(self.q_pos[..., -1:], n, self.config))
-        return self.keys[n]
+    def of_slots(self, n):
+        """The `KeyPositions` of the first n slots of a cache of tuples that has the new tokens: for all layers one."""
+        if n not in self.in_slots:
+            self.in_slots[n] = KeyPositions(positions_in_ring(self.q_pos[..., -1:], n, self.config))
+        return self.in_slots[n]
 
-    def mask(self, keys, n_keys):
+    def mask(self, key_positions, n_keys):
         """
         The mask for `attend`: None where the causal rule is enough, or bool, or floats that are added to the scores.
 
-        keys: the `Keys` of a cache, or None for the n_keys consecutive positions that end with the last query's.
+        key_positions: of a cache, or None for the n_keys consecutive positions that end with the last query's.
         """
         c = self.config
-        is_causal = keys is None and c.position != 'alibi' and not 0 < c.window < n_keys - c.n_sink
+        is_causal = key_positions is None and c.position != 'alibi' and not 0 < c.window < n_keys - c.n_sink
         if is_causal and self.q_pos.device.type not in MASKED:
             return None
-        if (id(keys), n_keys) not in self.masks:
-            self.masks[id(keys), n_keys] = keys, self.make_mask(keys, n_keys)
-        return self.masks[id(keys), n_keys][1]
+        if (key := (id(key_positions), n_keys)) not in self.masks:
+            self.masks[key] = key_positions, self.make_mask(key_positions, n_keys)
+        return self.masks[key][1]
 
-    def make_mask(self, keys, n_keys):
+    def make_mask(self, key_positions, n_keys):
         """bool or float, (T, K) or (B, 1, T, K), or with ALiBi float (n_head, T, K) or (B, n_head, T, K)."""
         c, q_pos = self.config, self.q_pos
-        k_pos = q_pos[..., -1:] + torch.arange(1 - n_keys, 1, device=q_pos.device) if keys is None else keys.pos
+        allowed = key_positions and key_positions.allowed
+        k_pos = key_positions and key_positions.pos
+        if k_pos is None:
+            k_pos = q_pos[..., -1:] + torch.arange(1 - n_keys, 1, device=q_pos.device)
         q_pos, k_pos = q_pos[..., :, None], k_pos if k_pos.dim() == 3 else k_pos[..., None, :]
         mask = visible(q_pos, k_pos, c.window, c.n_sink)
-        if keys is not None and keys.allowed is not None:
-            mask = mask & keys.allowed
+        if allowed is not None:
+            mask = mask & allowed
         if mask.dim() == 3:
             mask = mask[:, None]
         if c.position != 'alibi':
-            if keys is None or mask.numel() * self.dtype.itemsize > LONG_MASK:
+            if key_positions is None or mask.numel() * self.dtype.itemsize > LONG_MASK:
                 return mask
             # as floats, once: from a bool mask attention makes them in each layer
             return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, -float('inf'))
@@ -186,7 +189,7 @@ class Positions:
         slopes = alibi_slopes(c.n_head, wide(self.dtype), distance.device)[:, None, None]
         return (distance * -slopes).to(self.dtype).masked_fill(~mask, -float('inf'))
 
-    def mask_with_sinks(self, mask, q, k, keys):
+    def mask_with_sinks(self, mask, q, k, key_positions):
         """
         The mask of `mask`, with what a second rotation of the queries changes in the scores of the sinks, which are
         never further away than n_sink + window - 1. q: the queries before any rotation, k: the rotated keys.
@@ -194,12 +197,13 @@ class Positions:
         if mask is None:  # nothing is that far away
             return None
         n, K = self.config.n_sink, k.size(2)
-        k = k[:, :, :n] if keys is None else k  # then the sinks come first
-        turned = (rotate(q, *self.sink_angles) - rotate(q, *self.angles)) * q.size(3) ** -0.5
-        change = turned @ k.repeat_interleave(q.size(1) // k.size(1), dim=1).transpose(2, 3)
-        if keys is None:
+        k = k[:, :, :n] if key_positions is None else k  # then the sinks come first
+        extra = (rotate(q, *self.sink_angles) - rotate(q, *self.angles)) * q.size(3) ** -0.5
+        change = extra @ k.repeat_interleave(q.size(1) // k.size(1), dim=1).transpose(2, 3)
+        if key_positions is None:
             change = F.pad(change, (0, K - n))
         else:
-            other = (keys.pos >= n).reshape(keys.pos.size(0) if keys.pos.dim() > 1 else 1, 1, -1, K)
+            k_pos = key_positions.pos
+            other = (k_pos >= n).reshape(k_pos.size(0) if k_pos.dim() > 1 else 1, 1, -1, K)
             change = change.masked_fill(other, 0.0)
         return change.masked_fill(~mask, -float('inf')) if mask.dtype is torch.bool else change + mask

@@ -4,7 +4,7 @@ The work of one call of an executor, and what comes of it.
     outputs = executor.execute_model(batch)
 
 The call is vLLM's. A `Batch` has the new tokens of any sequences one after the other on one axis: prompts, parts of
-prompts, and single tokens. Where the keys and values of a sequence lie is said by its `Runs`. A slot holds the keys and
+prompts, and single tokens. The `Runs` of a sequence say where its keys and values lie. A slot holds the keys and
 values of one position in all layers; which slot is in which page or cell is known to the pool alone.
 """
 import time

@@ -101,8 +101,8 @@ class CPUExecutor:
         vLLM.
 
         The bits of a row's logits do not depend on the other sequences, on how a prompt is divided into steps, on the
-        slots or on the number of threads. `Refused`, with nothing written, on tokens, positions and runs that do not
-        fit the model, the slots or each other; `NotNumbers` if logits are broken.
+        slots or on the number of threads. `Refused` on tokens, positions and runs that do not fit the model, the slots
+        or each other, before a key or a value of that step is written; `NotNumbers` if logits are broken.
         """
         with workers.lock:
             batch.make_copies(self.layers)
@@ -224,7 +224,8 @@ class CPUExecutor:
     def after_call(self, refused, choice, began, n_drawn=0, counts=False):
         """
         What follows a call of the kernel that began at this time, in nanoseconds. n_drawn: after how many steps tokens
-        were drawn. counts: does its time count after a pause too? `Refused` or `NotNumbers` if it was so.
+        were drawn. counts: does its time count after a pause too? `Refused` if the kernel refused the step,
+        `NotNumbers` if its logits are none.
         """
         workers.ended = time.perf_counter_ns()
         ns, ns_drawing = workers.ended - began, int(self.tables.sizes[layout.DRAW_NS])

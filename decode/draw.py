@@ -62,8 +62,8 @@ class DrawSettings:
         self.counts, self.in_prompt, self.n_counted, self.allowed = None, None, 0, None
 
     def count(self, drawn):
-        """Let `counts` be of these tokens, which the sequence has drawn so far, a list."""
-        if self.penalised and (self.counts is None or self.n_counted != len(drawn)):
+        """Let `counts`, for penalties, be of these tokens, which the sequence has drawn so far, a list."""
+        if self.counts is None or self.n_counted != len(drawn):
             self.counts = np.bincount(np.array(drawn, np.int64), minlength=self.vocab_size)
             if self.in_prompt is None:
                 self.in_prompt = np.zeros(self.vocab_size, np.uint8)
@@ -101,8 +101,8 @@ def check_values(temperature, top_k, top_p, min_p, presence_penalty, frequency_p
 def draw(logits, settings, numbers):
     """
     The next token of each row, int64 (B,): logits (B, vocab_size), the `DrawSettings` of each row, and the number of
-    its token, which counts those that its sequence has drawn, from 0 on. `counts` of the settings are of the tokens
-    before it.
+    its token, which counts those that its sequence has drawn, from 0 on. Settings with penalties have counted the
+    tokens before it, see `DrawSettings.count`.
     """
     if logits.device.type == 'mps':  # it has no float64
         return draw(logits.cpu(), settings, numbers).to(logits.device)

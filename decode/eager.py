@@ -13,7 +13,7 @@ from decode.batch import NotNumbers, Refused, step_slots
 from decode.changes import check_own_forward
 from decode.direct import direct_model
 from decode.draw import draw
-from positions import Keys
+from positions import KeyPositions
 
 NOWHERE = 2**62  # a key position after all others
 
@@ -114,7 +114,8 @@ class UncachedExecutor:
 def drawn(sequences, logits):
     """The next token of each sequence, a list, from a row of logits of each."""
     for s in sequences:
-        s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
+        if s.settings.penalised:
+            s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
     return draw(logits, [s.settings for s in sequences], [s.n_drawn for s in sequences]).tolist()
 
 
@@ -136,7 +137,10 @@ def check_step(model, batch):
 
 
 def padded_keys(S, seq, position, slot):
-    """Of `step_slots`: the slots that are read, (S, K), and the position of each; short sequences have NOWHERE."""
+    """
+    Of what `step_slots` says: (the slots that are read (S, K), the position of each (S, K), None). Short sequences
+    repeat a slot, at position NOWHERE.
+    """
     n_keys = np.bincount(seq, minlength=S)
     K = int(n_keys.max())
     if (n_keys == K).all():
@@ -148,7 +152,7 @@ def padded_keys(S, seq, position, slot):
 
 
 def packed_keys(counts, seq, position, slot):
-    """The same for tokens that are one row of a batch over the keys of all: (1, K), and which are allowed, (1, N, K)"""
+    """For N tokens that are one row over the keys of all: (slots (1, K), positions (1, K), who sees what (1, N, K))."""
     seq_of_token = np.repeat(np.arange(len(counts)), counts)
     return slot[None], position[None], (seq_of_token[:, None] == seq)[None]
 
@@ -180,16 +184,16 @@ class LayerView(NamedTuple):
 
     def append(self, k, v, positions):
         """As `StepLayer.append`."""
-        n, T, keys = self.n_keys, k.size(2), None
+        n, T, key_positions = self.n_keys, k.size(2), None
         if self.is_ragged:
-            keys = positions.keys_of_slots(n)
+            key_positions = positions.of_slots(n)
             for cache, new in ((self.k_cache, k), (self.v_cache, v)):
                 rows = torch.arange(len(new), device=new.device)[:, None]
                 cache[rows, :, positions.slots] = new.transpose(1, 2).to(cache.dtype)
         else:
             self.k_cache.narrow(2, n - T, T).copy_(k)
             self.v_cache.narrow(2, n - T, T).copy_(v)
-        return self.k_cache.narrow(2, 0, n).to(k.dtype), self.v_cache.narrow(2, 0, n).to(k.dtype), keys, self
+        return self.k_cache.narrow(2, 0, n).to(k.dtype), self.v_cache.narrow(2, 0, n).to(k.dtype), key_positions, self
 
 
 class StepLayer(NamedTuple):
@@ -197,17 +201,17 @@ class StepLayer(NamedTuple):
     layer: object        # a `kvcache.storage.Layer`
     own: torch.Tensor    # int64 (N,), the slots of the new tokens
     read: torch.Tensor   # int64 (B, K), the slots of the keys
-    keys: Keys
+    key_positions: KeyPositions
 
     @torch.no_grad()
     def append(self, k, v, positions):
         """
         Write k and v (B, n_kv_head, T, head_dim). Returns all keys and values, (B, n_kv_head, K, head_dim), which the
-        next layer may overwrite, their `Keys`, and itself.
+        next layer may overwrite, their `KeyPositions`, and itself.
         """
         self.layer.write(self.own, k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2))
         all_k, all_v = self.layer.read(self.read, k.dtype)
-        return all_k.to(k.device), all_v.to(k.device), self.keys, self
+        return all_k.to(k.device), all_v.to(k.device), self.key_positions, self
 
 
 def layers_of_step(layers, device, own, read, position, allowed=None):
@@ -218,5 +222,5 @@ def layers_of_step(layers, device, own, read, position, allowed=None):
     own, read = torch.from_numpy(own), torch.from_numpy(read)
     slots = {d: (own.to(d), read.to(d)) for d in {layer.device for layer in layers}}
     allowed = None if allowed is None else torch.from_numpy(allowed).to(device)
-    keys = Keys(torch.from_numpy(position).to(device), allowed)
-    return [StepLayer(layer, *slots[layer.device], keys) for layer in layers]
+    key_positions = KeyPositions(torch.from_numpy(position).to(device), allowed)
+    return [StepLayer(layer, *slots[layer.device], key_positions) for layer in layers]

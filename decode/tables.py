@@ -50,7 +50,7 @@ def scratch_of(config, n_rows):
             layout.SCORES: aligned((max(EIGHT, c.n_head // c.n_kv_head), n_scores), np.float32),
             layout.KEYS: aligned((n_scores, c.head_dim), np.float32),  # memory that is not touched is not taken
             layout.VALUES: aligned((n_scores, c.head_dim), np.float32),
-            layout.EIGHTS: aligned((EIGHT, N_WEIGHED, 2, LANES), np.float32),
+            layout.EIGHTS: aligned((N_WEIGHED, 2, EIGHT, LANES), np.float32),
             layout.HEAD: aligned(padded(c.head_dim, LANES), np.float32),
             layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
             layout.ROUNDED: aligned((n_rows, K_p), np.uint8),
@@ -103,8 +103,7 @@ class StepTables:
             self.memory[layout.SCREEN] = SCREEN.address
         self.sizes = np.zeros(layout.N_SIZES, np.int64)
         for index, size in (packed.sizes | {
-                layout.N_SLOTS: layers[0].n_slots, layout.SLOT_STRIDE: c.head_dim,
-                layout.HEAD_STRIDE: c.head_dim * layers[0].n_slots}).items():
+                layout.N_SLOTS: layers[0].n_slots, layout.HEAD_STRIDE: c.head_dim * layers[0].n_slots}).items():
             self.sizes[index] = size
         self.addresses = self.memory.ctypes.data, self.sizes.ctypes.data
 
@@ -123,8 +122,8 @@ class StepTables:
 
     def ask_for(self, n_steps, n_largest=0):
         """
-        Make the next call one of up to so many steps with draws, 0: of one step, and nothing is drawn; for which so
-        many of the largest logits are wanted, 0: all.
+        Prepare the next call. n_steps: the most steps of it, each with draws; 0: one step without a draw. n_largest:
+        how many of the largest logits are wanted; 0: all.
         """
         self.sizes[layout.N_STEPS], self.sizes[layout.N_LARGEST] = n_steps, n_largest
         self.sizes[layout.N_DRAWN] = self.sizes[layout.ENDED] = self.sizes[layout.DRAW_NS] = 0

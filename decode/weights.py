@@ -72,7 +72,7 @@ def bytes_of(p):
     return p.detach().view(torch.uint8).numpy()
 
 
-def shape_of(p):
+def placeholder(p):
     """A matrix of p's shape in little memory. (The first operation on the device meta takes a second and 0.1 GB.)"""
     return torch.empty(p.shape, dtype=torch.int8)
 
@@ -239,7 +239,7 @@ class PackedWeights:
     def __init__(self, model, weights):
         self.model, self.weights, self.ahead = model, weights, 0
         with torch.no_grad(), torch_on_one_thread():
-            shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model, shape_of)]
+            shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model, placeholder)]
         self.table = aligned((len(shapes), layout.N_COLUMNS), np.int64)
         size = rows = 0
         for row, (n, K) in zip(self.table, shapes):

@@ -85,11 +85,11 @@ class Scheduler:
         self.running, self.waiting, self.refused = [], [*self.going], None
 
     def try_apart(self, groups):
-        """Sequences of a call that has failed are tried in these groups. Those of the first trial are among them."""
+        """Try the sequences of a call that has failed in these groups, which replace the first trial."""
         self.trials = groups + self.trials[1:]
 
     def next(self, until, return_soon):
-        """The next `Batch`, None if there is nothing to compute. until, return_soon: see there."""
+        """The next `Batch`, None if there is nothing to compute. until, return_soon: see `Batch`."""
         self.admit()
         self.fork_siblings()
         tried = [s for s in self.running if s in self.trials[0]] if self.trials else self.running

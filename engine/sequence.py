@@ -11,9 +11,9 @@ class Sequence:
     settings: its `decode.draw.DrawSettings`. ended: None while it goes on, then why not: 'stop', 'length', 'abort' or
         'error'; error: the exception.
 
-    n_computed: for so many positions of its context the pool has keys and values. What else the pool keeps of it: table
-        (or cells), runs, n_writable, prefixes, salt; see `kvcache.pages.PagePool`. n_found: how many tokens of the
-        prompt the pool remembered when the sequence first ran, None before.
+    n_computed: the number of positions of its context whose keys and values the pool has. What else the pool keeps of
+        it: table (or cells), runs, n_writable, prefixes, salt; see `kvcache.pages.PagePool`. n_found: how many tokens
+        of the prompt the pool remembered when the sequence first ran, None before.
 
     max_positions, n_keep, keep: a context of max_positions tokens that gets another one becomes the first n_keep tokens
         and the last `keep`. With keep = max_positions that is a window that moves by one token, as in nanoGPT.
@@ -82,7 +82,7 @@ class Sequence:
 
     def most_steps(self):
         """
-        How many tokens can be drawn one after the other, at most, before a context is cut, or a mask is made anew.
+        How many tokens can be drawn one after the other, at most, before a context is cut, or other tokens are allowed.
         """
         return 1 if self.constraint else min(self.n_end - len(self.tokens), self.max_positions - self.length + 1)
 

@@ -45,10 +45,10 @@ class PagePool:
     """
     n_pages pages of page_size slots each. window, n_sink: of the model.
 
-    It keeps of each sequence: n_computed, for so many positions keys and values are stored; table, its pages in order,
-    None for those that a window has passed, also pages for later positions; runs, its `decode.batch.Runs`;
-    n_writable, so many positions can be written as it is; prefixes, the `Prefix` of each of its first pages, as many
-    as are known; and salt. It reads of it `tokens`, and `whole`: is token number p at position p?
+    It keeps of each sequence: n_computed, the number of positions whose keys and values are stored; table, its pages in
+    order, None for those that a window has passed, also pages for later positions; runs, its `decode.batch.Runs`;
+    n_writable, the number of positions that need neither a new page nor a copy; prefixes, the `Prefix` of each of its
+    first pages, as many as are known; and salt. It reads of it `tokens`, and `whole`: is token number p at position p?
 
     references: the number of tables that each page is in. free_pages: those in no table; those that are remembered are
     used last. prefix_of: the `Prefix` of each full page that is remembered, or None. page_with: {Prefix: page}, the

@@ -73,7 +73,7 @@ def test_a_forward_pass_brings_slots_and_keys_to_each_layers_device():
             assert k.device == v.device == each.pos.device == torch.device('cpu')
         assert keys[0] is keys[1]  # so that attention makes its mask once
         c.take_back(batch)
-        assert c.place(batch, 'cuda:0')[0].keys.pos.device.type == 'cuda'
+        assert c.place(batch, 'cuda:0')[0].key_positions.pos.device.type == 'cuda'
 
 
 def test_no_gradients_go_through_a_cache():

@@ -224,7 +224,7 @@ def test_the_mask_of_a_long_prompt_stays_bool(window):
     assert mask.shape == (1, 1, 1024, 17_024) and mask.dtype == torch.bool and size < 2.5 * mask.numel()
     first = {None: 0, 'standard': 17_023 - 16_499, 'chunked': 16_500}[window]
     assert np.array_equal(np.flatnonzero(mask[0, 0, -1]), np.arange(first, 17_024))
-    keys = c.layers_for(batch, cells, torch.device('cpu'))[0].keys
+    keys = c.layers_for(batch, cells, torch.device('cpu'))[0].key_positions
     made = Positions(GPTConfig(), torch.from_numpy(batch.positions), torch.float32).mask(keys, 17_024)
     assert made.dtype == torch.bool and torch.equal(made, mask)
 

@@ -305,9 +305,10 @@ def write_keys_values(memory, sizes, layer, kv_heads, stored, prepared):
 def attend(memory, sizes, heads, kv_heads, stored, n_queries, every, scratch):
     """
     Attend with the queries of heads = (from, to), which read kv_heads: those of all rows if `every`, otherwise of the
-    first n_queries rows of WANTED. y: one row for each, in the same order. While a head of a row is attended, the next one's keys and values
-    are prefetched, of the same row or the next: they are scattered over pages, of which processors foresee few. One
-    block of them is prefetched beside each block of keys: a processor waits if too many lines are requested at once.
+    first n_queries rows of WANTED. y: one row for each, in the same order. While a head of a row is attended, the keys
+    and values of the next one are prefetched, of the same row or the next: they are scattered over pages, of which
+    processors foresee few. One block of them is prefetched beside each block of keys: a processor waits if too many
+    lines are requested at once.
     """
     wanted, positions = longs_at(memory[layout.WANTED]), longs_at(memory[layout.POSITIONS])
     of_row, starts = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.QUERY_STARTS])

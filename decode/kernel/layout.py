@@ -35,8 +35,8 @@ LARGEST_NORM = 1e15  # of rows for which its bounds are finite
  DRAW_NS,        # result: nanoseconds that the draws took
  N_LARGEST,      # how many of the largest logits of each row are wanted; 0: all. screening.py may set it to 0
  LOGITS_STEP,    # bytes from the logits of a step to those of the next one; 0: each step writes over the last one's
- # of the stored keys and values: those of head h begin at slot * SLOT_STRIDE + h * HEAD_STRIDE
- N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(29)
+ # of the stored keys and values: those of head h begin at slot * HEAD_DIM + h * HEAD_STRIDE
+ N_SLOTS, HEAD_STRIDE, N_SIZES) = range(28)
 
 LEARNED, ROPE, ALIBI, NONE = range(4)
 FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
@@ -88,7 +88,7 @@ FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
 (NORMED,        # float32 (rows, n_embd padded): rows after a norm
  SCORES,        # float32 (8 or the heads of a group, keys padded): attention scores of some queries
  KEYS, VALUES,  # float32 (keys padded, head_dim): keys and values of one head, for the rows of a prompt
- EIGHTS,        # float32 (8, LANES / 2, 2, LANES): sums of values, see attention_tile.py
+ EIGHTS,        # float32 (LANES / 2, 2, 8, LANES): sums of values, see attention_tile.py
  HEAD,          # float32 (head_dim padded): a key after its norm and its rotation
  SUMS,          # float32 (SUMMED_ROWS, SHEET, LANES): sums of some rows with a sheet
  ROUNDED,       # uint8 (rows, the most inputs of a linear): rows rounded to int8

@@ -11,8 +11,9 @@ sinks, and FIRST_POSITION is 0.
 
 The whole step is one function, `gpt_step`, which every thread runs from top to bottom. The threads share the heads of
 attention and the rows of the weight matrices. At a barrier they wait for each other where one needs the results of the
-others: four times a layer. Starting and joining threads for each matmul would cost a small model more than its
-arithmetic. In a call of several steps they also share the sequences whose next tokens are drawn.
+others: four times a layer, eight times in a step of SHARED_ROWS rows and more. Starting and joining threads for each
+matmul would cost a small model more than its arithmetic. In a call of several steps they also share the sequences whose
+next tokens are drawn.
 
 The logits of a token have the same bits whatever else is in the step: every sum has one order, which depends on the
 token's position alone, and no thread takes part in the sum of another.
@@ -80,7 +81,7 @@ def list_slots(memory, sizes, seq, at):
     of_row, offsets = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.OFFSETS])
     refused_at = longs_at(memory[layout.REFUSED_AT])
     window, n_sink = sizes[layout.WINDOW], sizes[layout.N_SINK]
-    n_slots, stride = sizes[layout.N_SLOTS], sizes[layout.SLOT_STRIDE]
+    n_slots, stride = sizes[layout.N_SLOTS], sizes[layout.HEAD_DIM]
     first_row, end_row = starts[seq], starts[seq + 1]
     start = positions[first_row]
     end = start + end_row - first_row
