@@ -254,6 +254,8 @@ def test_another_thread_and_a_forked_child_are_told_so():
     (dict(prompt=[1] * 12, max_new_tokens=20), '8 pages of 4 slots, and the pool has 6'),
     (dict(when_full='roll'), "when_full must be crop or shift"), (dict(keep=3), "when_full='shift'"),
     (dict(when_full='shift', keep=33), 'must fit in 32'), (dict(when_full='shift', n_keep=32), 'must fit in 32'),
+    (dict(when_full='shift', keep=7.5), 'keep must be an integer from 1 on'), (dict(when_full='shift', keep=0), 'keep m'),
+    (dict(when_full='shift', n_keep=1.5), 'n_keep must be an integer'), (dict(n_keep=-1), 'n_keep must be an integer'),
     (dict(salt=[1]), 'salt must be a text'), (dict(most_ahead=None), 'most_ahead must be an integer from 1 on'),
     (dict(logits_from='x'), 'logits_from must be'), (dict(logit_bias={3: math.nan}), 'a bias must be a number'),
     (dict(prompt=[1] * 33, max_new_tokens=1, prompt_logits=True), 'a prompt of at most 32 tokens, not 33')])
@@ -262,10 +264,19 @@ def test_what_makes_no_sense_is_refused(wrong, words):
     engine = Engine(model, EagerExecutor(model), default_pool(model.config, 6, 4))
     with pytest.raises(ValueError, match=words):
         engine.add(**(dict(prompt=[1] * 32 if 'n_keep' in wrong else [1], max_new_tokens=2) | wrong))
-    for how in dict(kv_bits=4), dict(most_running=0), dict(budget=0):
-        with pytest.raises(ValueError, match='must be'):
+    for how, words in ((dict(kv_bits=4), 'must be'), (dict(most_running=0), 'must be'), (dict(budget=0), 'must be'),
+                       (dict(pool=NoPool()), 'go together'), (dict(executor=UncachedExecutor(model)), 'go together')):
+        with pytest.raises(ValueError, match=words):
             Engine(model, **how)
     assert engine.is_idle and len(engine.generate([[1, 2]], 4)[0]) == 6
+
+
+def test_prompts_may_be_tensors_and_come_one_by_one():
+    """The model has an odd number of channels within its MLP."""
+    model = model_of('learned', block_size=32, n_inner=33)
+    expected = [text_alone(model, [1, 2, i], 5, temperature=0) for i in range(3)]
+    for prompts in torch.tensor([[1, 2, i] for i in range(3)]), (torch.tensor([1, 2, i]) for i in range(3)):
+        assert Engine(model).generate(prompts, 5, temperature=0) == expected
 
 
 def test_a_pool_is_of_one_engine():
