@@ -1,6 +1,6 @@
 """
 Who is in the next call. There are no phases: a sequence has tokens, some of them computed, and each step computes some
-of the others. After vLLM's scheduler. Pure Python and NumPy.
+of the others. After vLLM's scheduler. It handles no tensors.
 """
 from bisect import insort
 
