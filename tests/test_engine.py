@@ -254,7 +254,7 @@ def test_another_thread_and_a_forked_child_are_told_so():
     (dict(prompt=[1] * 12, max_new_tokens=20), '8 pages of 4 slots, and the pool has 6'),
     (dict(when_full='roll'), "when_full must be crop or shift"), (dict(keep=3), "when_full='shift'"),
     (dict(when_full='shift', keep=33), 'must fit in 32'), (dict(when_full='shift', n_keep=32), 'must fit in 32'),
-    (dict(when_full='shift', keep=7.5), 'keep must be an integer from 1 on'), (dict(when_full='shift', keep=0), 'from 1'),
+    (dict(when_full='shift', keep=7.5), 'keep must be an integer'), (dict(when_full='shift', keep=0), 'from 1'),
     (dict(when_full='shift', n_keep=1.5), 'n_keep must be an integer'), (dict(n_keep=-1), 'n_keep must be an integer'),
     (dict(salt=[1]), 'salt must be a text'), (dict(most_ahead=None), 'most_ahead must be an integer from 1 on'),
     (dict(logits_from='x'), 'logits_from must be'), (dict(logit_bias={3: math.nan}), 'a bias must be a number'),
