@@ -96,6 +96,7 @@ def _error(script, message):
 
 
 PACKAGES = 'torch', 'numpy', 'numba', 'filelock', 'tiktoken', 'tokenizers', 'tqdm', 'safetensors', 'huggingface_hub'
+OF_SERVER = 'starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httptools'
 
 
 def check_installation(packages=PACKAGES, advice=None):

@@ -52,7 +52,7 @@ def main(config):
     configurator.check_range(config, 0.01, 0.99, 'kv_memory')
     if not host.strip():
         raise ValueError("host must be an address to listen at, such as 127.0.0.1, or 0.0.0.0 for all, not empty")
-    configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
+    configurator.check_installation(configurator.OF_SERVER,
                                     "run `make serve`, or `pip install -r requirements-serve.txt`")
     from serving.server import Service, read_key, run  # after the settings: torch's import takes seconds
     key = read_key(api_key if 'api_key' in config.given else None)

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+import configurator
 from benchmarks.harness import Case, Part, take_turns
 from benchmarks.ours import Cache, gpu_executor, served
 from benchmarks.peers.hugging_face import HuggingFace, compiled_on_gpu
@@ -25,9 +26,12 @@ BATCHES, N_PROMPT = (1, 32, 256), 16
 
 
 def check(asked):
-    """ValueError unless the device is CUDA."""
+    """ValueError unless the device is CUDA. It ends where a part needs the server, and its packages are missing."""
     if not asked.device.startswith('cuda'):
         raise ValueError(f"gpu mode measures CUDA, and the device is {asked.device}: use a machine with a GPU")
+    if not asked.only or {*asked.only.split(',')} & {*loads.PARTS}:
+        configurator.check_installation(configurator.OF_SERVER, "pip install -r requirements-serve.txt, or "
+                                        "--only=engine,start")
     return dict(bias=asked.bias, dtype=asked.dtype)
 
 

@@ -63,7 +63,7 @@ class DrawSettings:
 
     def count(self, drawn):
         """Let `counts`, for penalties, be of these tokens, which the sequence has drawn so far, a list."""
-        if self.counts is None or self.n_counted != len(drawn):
+        if self.penalised and (self.counts is None or self.n_counted != len(drawn)):
             self.counts = np.bincount(np.array(drawn, np.int64), minlength=self.vocab_size)
             if self.in_prompt is None:
                 self.in_prompt = np.zeros(self.vocab_size, np.uint8)

@@ -30,6 +30,14 @@ MOST_NAME = 256     # characters of a tool's
 NO_PARAMETERS = {'type': 'object', 'properties': {}}
 
 
+def of_an_object(schema):
+    """A schema. ValueError if it is one of anything else than an object."""
+    if schema.get('type', 'object') != 'object':
+        raise ValueError(f"should be the schema of an object, whose properties are the arguments, not of the type "
+                         f"{shown(schema['type'])}")
+    return schema
+
+
 def says(message):
     """A pydantic validator with one message for all that is wrong: an error of a union would have one for each type."""
     def validated(value, validate):
@@ -152,6 +160,15 @@ class ResponseFormat(Strict):
     """The form of the texts, as OpenAI names it."""
     type: Literal['text', 'json_object', 'json_schema']
     json_schema: SchemaFormat | None = None
+
+    @model_validator(mode='before')
+    @classmethod
+    def of_llama_server(cls, given):
+        """There the schema stands beside the type, which may be json_object."""
+        if type(given) is dict and 'schema' in given and given.get('type') in ('json_object', 'json_schema'):
+            schema, given = given['schema'], {key: value for key, value in given.items() if key != 'schema'}
+            return {'json_schema': {'schema': schema}} | given | {'type': 'json_schema'}
+        return given
 
     @model_validator(mode='after')
     def with_schema(self):
@@ -301,7 +318,8 @@ class Message(Lenient):
 class Function(Lenient):
     name: str = Field(min_length=1, max_length=MOST_NAME)
     description: str | None = None
-    parameters: dict | None = Field(None, description="a JSON schema of its arguments, which are an object")
+    parameters: Annotated[dict, AfterValidator(of_an_object)] | None = Field(
+        None, description="a JSON schema of its arguments, which are an object")
 
 
 class ToolFields(Lenient):

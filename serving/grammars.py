@@ -27,8 +27,8 @@ def grammar_of(kind, text):
     """
     The grammar of a form, a text that llguidance reads. kind, text: json_schema, a JSON schema as text; json_object,
     any text; regex, a regular expression (Rust's, which the whole text matches); choice, texts, a tuple; grammar,
-    llguidance's kind of Lark, or llama.cpp's GBNF. ValueError where it cannot be read, or is compiled too slowly; what
-    else is wrong is not found.
+    llguidance's kind of Lark, or llama.cpp's GBNF; tools, the grammar of their calls. ValueError where it cannot be
+    read, or is compiled too slowly; what else is wrong is not found.
     """
     n = len(text) if kind != 'choice' else sum(map(len, text))
     if n > MOST_CHARACTERS:
@@ -48,12 +48,13 @@ def lark_of(kind, text):
     """The same, as Lark."""
     from llguidance import regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
-    if kind == 'grammar':
+    if kind in ('grammar', 'tools'):
         return any_to_lark(text)
     if kind == 'regex':
         return f"start: /{regex_to_lark(text)}/" if text else 'start: ""'
     if kind == 'choice':
-        return "start: " + ' | '.join(json.dumps(each, ensure_ascii=False) for each in text)
+        # one lexeme: the library reads 2,000 alternatives of a rule at most
+        return "start: TEXT\nTEXT: " + ' | '.join(json.dumps(each, ensure_ascii=False) for each in text)
     schema = json.loads(text) if kind == 'json_schema' else {'type': 'object'}
     if type(schema) is not dict:
         raise ValueError(f"the schema must be a JSON object, not {text[:40]}")

@@ -404,6 +404,7 @@ function goOn(turn) {
 const CHAT = 'nanogpt chat '
 const newChat = () => ({id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), name: ''})
 let chat = newChat()  // {id, name} of the one that is shown
+let seen = 0          // the time of what this tab has last read or written of it
 let unkept = ''       // why there is no room for it, if so
 const shownChat = () => ({...chat, system: $('system').value, time: Date.now(), turns: keptOf(turns)})
 const titleOf = ({name, turns}) => name || turns[0]?.message.trim().slice(0, 80) || 'New chat'
@@ -431,7 +432,9 @@ function put({id, ...kept}) {
 }
 
 function keepChat() {
-  if (turns.length) unkept = put(shownChat())
+  if (chatOf(chat.id)?.time > seen) chat = {...newChat(), name: chat.name}  // another tab has gone on: both are kept
+  const shown = shownChat()
+  if (turns.length) { unkept = put(shown); seen = shown.time }
   else { unkept = ''; local.removeItem(CHAT + chat.id) }
   listChats()
 }
@@ -456,10 +459,11 @@ function rowOf(kept) {
 }
 
 // Show another chat, or a new one.
-function showChat({id, name, system, turns: others} = {...newChat(), turns: []}) {
+function showChat({id, name, system, time = 0, turns: others} = {...newChat(), turns: []}) {
   if (unkept && !confirm(`This chat is not kept: ${unkept}. Its newest turns will be lost.`)) return
   tell()
   chat = {id, name}
+  seen = time
   if (system !== undefined) keep('system', $('system').value = system)
   unkept = ''
   setTurns(turnsOf(others))
@@ -709,7 +713,7 @@ for (const name of ['settings', 'shelf']) {
 $('new').addEventListener('click', () => turns.length ? showChat() : tell())
 addEventListener('storage', ({key}) => {  // another tab has written
   const written = key === CHAT + chat.id && !running && place === null && chatOf(chat.id)
-  if (written) { chat.name = written.name; setTurns(turnsOf(written.turns)) }
+  if (written) { chat.name = written.name; seen = written.time; setTurns(turnsOf(written.turns)) }
   listChats()
 })
 addEventListener('pagehide', () => {
@@ -722,8 +726,9 @@ addEventListener('pagehide', () => {
 const kept = JSON.parse(session.getItem('shown'))
 if (kept) {
   const written = chatOf(kept.chat.id)  // by another tab since, perhaps
-  const {id, name, turns: before} = written?.time > kept.chat.time ? written : kept.chat
+  const {id, name, time, turns: before} = written?.time > kept.chat.time ? written : kept.chat
   chat = {id, name}
+  seen = time
   unkept = kept.unkept
   setTurns(turnsOf(before))
   showCompletion(completionOf(kept.completion.prompt, kept.completion.samples))

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
+from serving import bodies
 from serving.answer import ChatCompletion, event
 from serving.api import MOST_MESSAGES, shown
-from serving.bodies import MOST_TOOLS, ChatBody, Lenient, Message, ResponseFormat, Tokens, Tool, ToolChoice, list_of
+from serving.bodies import ChatBody, Lenient, Message, ResponseFormat, Tokens, Tool, ToolChoice, Whole, list_of
 
 KINDS = 'message', 'function_call', 'function_call_output'  # of items in the input
 OF_A_CHAT = {'response_format.json_schema': 'text.format', 'response_format': 'text.format',
@@ -66,10 +67,10 @@ class ResponseBody(ChatBody):
             alias='input', description=f"a text, or a list of items of the types {', '.join(KINDS)}")
     instructions: str = Field('', description="a system message before the input")
     max_tokens: Tokens | None = Field(None, alias='max_output_tokens')
-    n: Literal[1] = 1
+    n: Whole = Field(1, ge=1, le=1)
     return_token_ids: Literal[False] = False
     metadata: dict[str, str] = Field(default_factory=dict, description="comes back with the response")
-    tools: list_of(Annotated[Tool, nested('function')], max_length=MOST_TOOLS) = Field(default_factory=list)
+    tools: list_of(Annotated[Tool, nested('function')], max_length=bodies.MOST_TOOLS) = Field(default_factory=list)
     tool_choice: Annotated[ToolChoice, nested('function')] = 'auto'
     text: TextFields = Field(default_factory=TextFields)
     include: list_of(str, max_length=16) = Field(default_factory=list,

@@ -166,7 +166,7 @@ def forms_of(body, served):
         answer = orjson.loads(text or '{"type": "object"}')
     tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
     several = body.parallel_tool_calls and takes_several_calls(template)
-    return {'tools': ('grammar', grammar(form, tools, several, json_rule, answer))}
+    return {'tools': ('tools', grammar(form, tools, several, json_rule, answer))}
 
 
 def requests_of(body, served, id, deliver):

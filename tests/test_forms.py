@@ -198,9 +198,12 @@ PERSON = dict(type='object', properties=dict(age=dict(type='integer', minimum=0,
      lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
     (dict(structured_outputs=dict(json=dict(const=None))), lambda text: text == 'null'),
     (dict(structured_outputs=dict(regex='[A-F]{3}[0-9]?')), lambda text: re.fullmatch('[A-F]{3}[0-9]?', text)),
+    (dict(response_format=dict(type='json_object', schema=PERSON)),  # as llama-server's clients write it
+     lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
     (dict(structured_outputs=dict(choice=['up', 'down'])), ['up', 'down'].__contains__),
+    (dict(structured_outputs=dict(choice=[f'c{i}' for i in range(4096)])), re.compile('c[0-9]{1,4}').fullmatch),
     (dict(structured_outputs=dict(grammar=NESTED)), lambda text: by_counting(text)[1])],
-    ids=lambda x: str(x) if type(x) is dict else '')
+    ids=lambda x: f'{x!s:.200}' if type(x) is dict else '')
 def test_the_server_gives_texts_of_the_form(chat, fields, check):
     """In chats and completions, several samples, streamed or not; what is cut off ends with length."""
     how = dict(temperature=1.5, seed=4, n=3, max_tokens=200) | fields

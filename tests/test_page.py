@@ -724,6 +724,40 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
     chat.wait(lambda: not names())
 
 
+def test_a_chat_goes_on_in_two_tabs(chat):
+    """What was said in one while the other had an answer is lost in neither: the later writer goes on as a new chat."""
+    chat.ask('first')
+    one, begun = chat.browser.current_window_handle, chat.turns()
+    chat['#shelf summary'].click()
+    chat.browser.switch_to.new_window('tab')
+    two = chat.browser.current_window_handle
+    try:
+        chat.open()
+        chat.wait(lambda: chat.all('#list .name'))[0].click()
+        chat.wait(lambda: chat.turns() == begun)
+        chat.engine.allow(3)
+        chat.say('long')
+        chat.wait(lambda: len(chat.turns()) == 4 and chat.turns()[3]['content'])
+        chat.browser.switch_to.window(one)
+        chat.wait(lambda: len(chat.turns()) == 4)
+        chat.say('short')
+        chat.engine.allow(float('inf'))
+        chat.wait(lambda: len(chat.turns()) == 6 and chat.finished())
+        in_one = chat.turns()
+        chat.browser.switch_to.window(two)
+        chat.wait(chat.finished)
+        in_two = chat.turns()
+        assert [turn['content'] for turn in in_two[::2]] == ['first', 'long'] and in_two[3]['content']
+    finally:
+        chat.browser.switch_to.window(two)
+        chat.browser.close()
+        chat.browser.switch_to.window(one)
+    chat.wait(lambda: len(chat.all('#list .name')) == 2)
+    assert chat.turns() == in_one and [turn['content'] for turn in in_one[::2]] == ['first', 'long', 'short']
+    chat.all('#list .name')[1].click()
+    chat.wait(lambda: chat.turns() == in_two)
+
+
 @pytest.mark.parametrize('why, refuse', [
     ('storage is full', "for (let n = 2 ** 22; n >= 1; n /= 2) try { localStorage[n] = 'x'.repeat(n) } catch { }"),
     ('no storage', "Object.defineProperty(window, 'localStorage', {get() { throw new Error() }})")])

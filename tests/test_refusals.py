@@ -85,7 +85,8 @@ CHATS = [
     (dict(tools=[dict(type='web_search')]), 'tools.0.type', "'web_search'"), (dict(tools=TOOLS * 65), 'tools', '128'),
     *((dict(tools=[dict(type='function', function=function)]), f'tools.0.function.{param}', said)
       for function, param, said in [(dict(name=''), 'name', 'at least 1'), (dict(name='a' * 257), 'name', '256'),
-                                    (dict(name='a', parameters=[]), 'parameters', 'object')]),
+                                    (dict(name='a', parameters=[]), 'parameters', 'object'),
+                                    (dict(name='a', parameters=dict(type='array')), 'parameters', "'array'")]),
     (dict(tools=TOOLS, tool_choice='any'), 'tool_choice', 'none, auto, required'),
     (dict(tools=TOOLS, tool_choice=dict(type='function', function=dict(name='rm'))), 'tool_choice', 'rm'),
     (dict(tool_choice='required'), 'tool_choice', 'none')]
@@ -128,8 +129,8 @@ FORMS = [
     *((dict(structured_outputs=dict(regex='a'), response_format=dict(type='json_object')) | more,
        'response_format.type', 'give one') for more in (dict(), dict(tools=TOOLS))),
     (dict(guided_regex='a'), 'guided_regex', 'structured_outputs'),
-    (dict(tools=[dict(type='function', function=dict(name='f', parameters=dict(type='string', format='nonsense')))],
-          tool_choice='required'), 'tools', 'nonsense')]
+    (dict(tools=[dict(type='function', function=dict(name='f', parameters=dict(properties=dict(a=dict(
+        type='string', format='nonsense')))))], tool_choice='required'), 'tools', 'tools: failed to compile JSON')]
 
 ROWS = dict(completion=COMPLETIONS, chat=CHATS + FORMS, chat_without_tools=TOOLLESS, response=RESPONSES,
             chat_refused=[(dict(), 'messages', 'the chat template does not take this conversation')])

@@ -584,14 +584,19 @@ def test_a_form_that_compiles_slowly_holds_up_no_stream(monkeypatch):
 
 
 @pytest.mark.parametrize('stream', [False, True])
-def test_a_form_that_this_vocabulary_cannot_write_is_the_requests_error(stream):
+@pytest.mark.parametrize('form, said', [
+    (dict(regex='b\u7121'), 'no token'),
+    (dict(grammar='start: ' + '|'.join(f'"b{i}"' for i in range(3000))), 'simpler')],
+    ids=['vocabulary', 'size'])
+def test_a_form_that_cannot_be_written_is_the_requests_error(form, said, stream):
     pytest.importorskip('llguidance', reason="not installed: pip install llguidance")
     with serving(spelling_engine()) as client:
-        body = dict(prompt='a', max_tokens=9, stream=stream, structured_outputs=dict(regex='b\u7121'))
+        body = dict(prompt='a', max_tokens=9, stream=stream, structured_outputs=form)
         response = client.post('/v1/completions', json=body)
         last = [line for line in response.text.splitlines() if 'error' in line][-1].removeprefix('data: ')
         error = json.loads(last)['error'] if stream else refused(response, 400)
-        assert 'cannot go on in its form: no token' in error['message'] and error['type'] == 'invalid_request_error'
+        assert 'cannot go on in its form' in error['message'] and said in error['message']
+        assert error['type'] == 'invalid_request_error'
 
 
 @pytest.mark.parametrize('bound, value', [('PATIENCE', .05), ('MOST_WAITING', 1)])

@@ -39,8 +39,7 @@ FLAT = 1.05                    # memory at the end, over that after a fifth of t
 
 def check(asked):
     """Returns what is written beside the rows. ValueError for lengths."""
-    configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
-                                    "pip install -r requirements-serve.txt")
+    configurator.check_installation(configurator.OF_SERVER, "pip install -r requirements-serve.txt")
     if asked.lengths:
         raise ValueError("each part of serve mode has lengths of its own: leave lengths at auto")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended too
