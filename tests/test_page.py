@@ -733,6 +733,7 @@ def test_a_chat_goes_on_in_two_tabs(chat):
     two = chat.browser.current_window_handle
     try:
         chat.open()
+        chat['#shelf summary'].click()
         chat.wait(lambda: chat.all('#list .name'))[0].click()
         chat.wait(lambda: chat.turns() == begun)
         chat.engine.allow(3)
