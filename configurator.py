@@ -96,6 +96,9 @@ def _error(script, message):
 
 
 PACKAGES = 'torch', 'numpy', 'numba', 'filelock', 'tiktoken', 'tokenizers', 'tqdm', 'safetensors', 'huggingface_hub'
+HERE = os.path.dirname(os.path.abspath(__file__))
+# of settings
+KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a text', tuple: 'a tuple'}
 OF_SERVER = 'starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httptools'
 
 
@@ -105,7 +108,7 @@ def check_installation(packages=PACKAGES, advice=None):
     if not missing:
         return
     if advice is None:
-        activate = os.path.join(os.path.dirname(os.path.abspath(__file__)), '.venv', 'bin', 'activate')
+        activate = os.path.join(HERE, '.venv', 'bin', 'activate')
         make = "" if os.path.exists(activate) else "run `make demo`, which installs everything into .venv, then "
         advice = f"{make}run `source {os.path.relpath(activate)}`"
     sys.exit(_error(os.path.basename(sys.argv[0]), f"{sys.executable} has no {', '.join(missing)}: {advice}"))
@@ -200,8 +203,8 @@ def check_range(settings, least, most, *names):
 
 def _known(name, settings, where):
     if name not in settings:
-        near = difflib.get_close_matches(name, settings, n=1)
-        hint = f"did you mean {near[0]}?" if near else "see --help"
+        near, is_file = difflib.get_close_matches(name, settings, n=1), where.endswith('.py')
+        hint = f"did you mean {near[0]}?" if near else "see --help" + "; other names begin with _" * is_file
         raise ValueError(f"unknown setting {_short(name)} ({where}): {hint}")
 
 
@@ -224,6 +227,8 @@ def _read_file(path, defaults):
     if not os.path.isfile(path):
         near = difflib.get_close_matches(path, glob.glob(os.path.join(glob.escape(os.path.dirname(path)), '*.py')), n=1)
         advice = f"did you mean {near[0]}?" if near else "name a file that exists, or write a setting as --key=value"
+        if os.path.isfile(os.path.join(HERE, path)):
+            advice = f"it is in {HERE}: run the script there"
         raise ValueError(f"there is no config file {_short(path)}: {advice}")
     if not path.endswith('.py'):
         raise ValueError(f"{_short(path)} is not a config file, because its name does not end in .py: write a setting "
@@ -256,7 +261,9 @@ def _checked(name, value, namespace, settings, where):
     if wanted is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if type(value) is not wanted:
-        raise ValueError(f"{name} must be {wanted.__name__}, not {_shown(name, value, _short)} ({where})")
+        raise ValueError(f"{name} must be {KINDS[wanted]}, not {_shown(name, value, _short)} ({where})")
+    if value in (math.inf, -math.inf):
+        raise ValueError(f"{name} must be a finite number, not {value} ({where})")
     if wanted is int and not -2**63 <= value < 2**63:  # the range of torch and numpy
         raise ValueError(f"{name} must fit in 64 bits, but it is {_short(value)} ({where})")
     return value

@@ -29,6 +29,8 @@ path = ''             # the folder or file to write; by default hf or model.gguf
 def main(config):
     if to not in ('hf', 'gguf') or type not in ('f32', 'q8_0') or to == 'hf' and type == 'q8_0':
         raise ValueError(f"to must be hf, or gguf with type f32 or q8_0, not {to!r} with {type!r}")
+    if path and os.path.exists(path) and os.path.exists(init_from) and os.path.samefile(path, init_from):
+        raise ValueError(f"path and init_from are both {path}, which would be lost: give another --path")
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model)
     if to == 'hf':
         target = path or os.path.join(folder, 'hf')

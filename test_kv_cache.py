@@ -4,10 +4,11 @@ Does the cache give the same tokens, and how much sooner?
     python test_kv_cache.py     draws 200 tokens by the model without the cache, with it, and by the engine; compares
                                 the tokens, and prints how many come in a second
     python test_kv_cache.py --decoder=eager     the same with another decoder
+    python test_kv_cache.py --out_dir=out-mine  the same with the model of a run
     pytest test_kv_cache.py     the comparison of the model's two ways, over 50 seeds and five prompt lengths
 
-The script takes the newest out*/ckpt.pt in the current folder that was trained on Shakespeare. Without one it says so
-and compares a random model of the same shape. Exit code 1 if the tokens differ; KV_DEBUG=1 traces the cache.
+By default the script takes the newest out*/ckpt.pt in the current folder that was trained on Shakespeare. Without one
+it says so and compares a random model of the same shape. Exit code 1 if the tokens differ; KV_DEBUG=1 traces the cache.
 """
 import itertools
 import math
@@ -32,18 +33,22 @@ from engine import Engine, pool_for
 
 prompt = 'First '  # six characters, all of which Shakespeare has
 new_tokens = 200   # to draw in each way
-window = 128       # a longer context window is cropped to this, so that the tokens go past it
+block_size = 128   # a longer context is cropped to this, so that the tokens go past it
 temperature = 0.8  # as sample.py
 top_k = 200        # as sample.py
 decoder = 'auto'   # of the engine: eager, cpu, gpu; auto is the fastest there is
 seed = 1337        # of the draws, the same in each way
 repeats = 5        # runs of each way, taking turns; the median counts
 device = 'auto'    # cpu, cuda, mps
+out_dir = ''       # of a run, whose model is compared
+init_from = ''     # or another model: what sample.py takes
 
 
 def load_model(dev):
-    """(model, tokenizer or None): the newest checkpoint trained on Shakespeare, or a random model of its shape."""
+    """(model, tokenizer or None): that of a setting, the newest of Shakespeare, or a random model of its shape."""
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
+    if out_dir or init_from:
+        return checkpoints.load_model(init_from or 'resume', out_dir, gpt, dev)[:2]
     for path in checkpoints.newest_first():
         checkpoint = checkpoints.load(path)
         if 'shakespeare' in str(checkpoint.get('config', {}).get('dataset')):
@@ -150,12 +155,12 @@ def print_speeds(columns):
 
 
 def main(config):
-    configurator.check_range(globals(), 1, math.inf, 'new_tokens', 'repeats', 'window')
+    configurator.check_range(globals(), 1, math.inf, 'new_tokens', 'repeats', 'block_size')
     configurator.check_range(globals(), 0, math.inf, 'seed')
     dev = pick_device(device)
     model, tokenizer = load_model(dev)
-    if model.config.block_size > window:
-        model.crop_block_size(window)
+    if model.config.block_size > block_size:
+        model.crop_block_size(block_size)
     ways, ids = ways_to_draw(model), prompt_ids(model, tokenizer)
     if dev == 'cpu':
         share_cores()
@@ -183,7 +188,7 @@ BLOCK = 16
 
 def test_same_tokens_with_and_without_the_cache(pytestconfig):
     """
-    50 seeds of weights, prompt and draws for each case, on to twice the window. `make test` takes 3 seeds: --full is an
+    50 seeds of weights, prompt and draws for each case, on to twice block_size. `make test` takes 3 seeds: --full is an
     option of tests/conftest.py, which pytest does not read when it is given this file alone.
     """
     seeds = range(50 if pytestconfig.getoption('full', True) else 3)

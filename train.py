@@ -13,6 +13,7 @@ import configurator  # isort: skip
 
 import math
 import os
+import shlex
 import time
 from contextlib import nullcontext
 from dataclasses import fields
@@ -175,7 +176,8 @@ def train(config, world_size, rank, stop, log, checkpointer):
             if rank < evaluators and (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only):
                 losses = estimate_loss(eval_model, eval_batches, amp, lambda: stop.agreed(evaluators, dev))
                 best_val_loss = report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, eval_batches)
-            if stop.agreed(world_size, dev):
+            is_done = iter_num >= max_iters and checkpointer.saved[0] == iter_num
+            if stop.agreed(world_size, dev) and not is_done:
                 checkpointer.stop(log, iter_num, best_val_loss)
                 break
             if eval_only or iter_num >= max_iters:
@@ -260,9 +262,8 @@ def check_data(master, world_size, say):
         dist.barrier()
     is_chat = has_conversations(data_dir)
     for split in ('train', 'val'):
-        open_tokens(data_dir, split, 0 if is_chat else block_size)
-    say(f"data: {data_dir}, {tokenizers.read_meta(data_dir).get('source', 'source unknown')}; "
-        f"tokens per iteration: {'up to ' * is_chat}{gradient_accumulation_steps * batch_size * block_size:,}")
+        open_tokens(data_dir, split, 0 if is_chat or init_from == 'resume' else block_size)
+    say(f"data: {data_dir}, {tokenizers.read_meta(data_dir).get('source', 'source unknown')}")
     return data_dir
 
 
@@ -273,8 +274,9 @@ def has_conversations(data_dir):
 def build_model(config, data_dir, dev, say):
     """
     (the model that init_from names, on the device; the checkpoint that the run is resumed from, or {}; the state of its
-    tokenizer). ValueError if the data have another tokenizer.
+    tokenizer). ValueError if the data have another tokenizer. It settles block_size.
     """
+    global block_size
     vocab_size, tokenizer_state = vocab_size_of(data_dir), tokenizers.state_of_dataset(data_dir)
     resumed, saved, source = {}, {}, init_from
     if init_from == 'scratch':
@@ -293,7 +295,12 @@ def build_model(config, data_dir, dev, say):
         model = checkpoints.build(saved, GPT, GPTConfig, dropout=dropout)
     if saved.get('tokenizer'):  # nanoGPT's has none
         tokenizer_state = check_tokenizer(saved['tokenizer'], tokenizer_state, source, data_dir)
-    positions = model.config.block_size
+    positions, is_chat = model.config.block_size, has_conversations(data_dir)  # whose rows end anywhere
+    if init_from == 'resume' and not is_chat and config.given.get('block_size') != 'command line':
+        if block_size != positions and 'block_size' in config.given:
+            asked = f"block_size={block_size} ({config.given['block_size']})"
+            say(f"block_size stays {positions}, as in the weights of {source}: {asked} has no effect")
+        block_size = config['block_size'] = positions
     if positions < block_size:
         raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: set it to "
                          f"{positions} or less, or use the config file the model was trained with")
@@ -301,13 +308,15 @@ def build_model(config, data_dir, dev, say):
         raise ValueError(f"block_size {block_size} must be more than what the model's tokens see, a window of "
                          f"{model.config.window} and {model.config.n_sink} sinks: set it to {positions}, for example")
     settle_shape(config, model.config, source, say)
-    if block_size < positions and not has_conversations(data_dir):  # their rows end anywhere
-        say(f"block_size {block_size}: the model's {positions} positions are cut to that")
+    if block_size < positions and not is_chat:
+        say(f"block_size {block_size}: the model's {positions} positions are cut to that, for good")
         model.crop_block_size(block_size)
     model.train()
     if parallel == 'ddp':  # else each process will take its part
         model.to(dev)
-    say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {dev}")
+    n_tokens = gradient_accumulation_steps * batch_size * block_size
+    say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {dev}; tokens per iteration: "
+        f"{'up to ' * is_chat}{n_tokens:,}")
     return model, resumed, tokenizer_state
 
 
@@ -386,7 +395,7 @@ def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss, batc
         if iter_num == max_iters and is_saved and not eval_only:
             use = '--chat talks with it' if isinstance(batches['val'], Conversations) else 'draws samples'
             log.say(f"trained for {time.monotonic() - checkpointer.began:,.0f} s; "
-                    f"python sample.py --out_dir={out_dir} {use}")
+                    f"python sample.py --out_dir={shlex.quote(out_dir)} {use}")
         log.save_picture(last=iter_num == max_iters)
     log.start_clock(iter_num)
     return best_val_loss

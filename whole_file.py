@@ -10,8 +10,8 @@ from filelock import FileLock, Timeout
 def replacing(path, mode='wb', **open_args):
     """
     open(path, mode), but the file is written under a temporary name and renamed to path at the end. So at any moment
-    path is the whole old file or the whole new one, and if writing fails, the old one stays. Each writer has a name of
-    its own: of several processes, the one that finishes last wins.
+    path is the whole old file or the whole new one. If writing fails, the old one stays, and the OSError names path.
+    Each writer has a name of its own: of several processes, the one that finishes last wins.
     """
     tmp = f'{os.fspath(path)}.{secrets.token_hex(6)}.tmp'
     try:
@@ -20,6 +20,9 @@ def replacing(path, mode='wb', **open_args):
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
+    except OSError as e:
+        e.filename = os.fspath(path) if e.filename in (None, tmp) else e.filename
+        raise
     finally:
         if os.path.exists(tmp):
             os.remove(tmp)

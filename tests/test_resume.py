@@ -227,6 +227,17 @@ def test_stopping_before_the_first_iteration_saves_nothing(tmp_path, capsys):
     assert 'nothing to save' in capsys.readouterr().out and iterations(tmp_path) == {}
 
 
+def test_stopping_at_an_iteration_that_was_saved_writes_it_once(tmp_path, capsys):
+    made = checkpointer_in(tmp_path)
+    for best in (True, False):
+        made.save(7, 1.0, best)
+        before = iterations(tmp_path)
+        made.stop(Log(None), 7, 1.0)
+        path = tmp_path / ('ckpt.pt' if best else 'ckpt_last.pt')
+        assert f'stopped at iteration 7, saved to {path}; to go on' in capsys.readouterr().out
+        assert iterations(tmp_path) == before
+
+
 @pytest.mark.parametrize('step, taken', [('replace', 6), ('remove', 7)])
 def test_a_save_that_is_killed_leaves_the_state_before_or_the_new_one(tmp_path, monkeypatch, step, taken):
     def killed(*paths):
@@ -290,6 +301,19 @@ def test_a_shorter_block_size_cuts_positions_and_their_moments_and_must_show_the
     assert short.returncode == 2 and short.stderr.strip().splitlines()[-1] == (
         "train.py: error: block_size 8 must be more than what the model's tokens see, a window of 6 and 2 sinks: set "
         "it to 16, for example")
+
+
+def test_a_config_file_does_not_cut_a_model(repo):
+    """The block_size of the checkpoint stays, whether that of the file is less or more."""
+    assert train(repo, '--max_iters=5').returncode == 0
+    for n in (8, 32):
+        (repo / 'other.py').write_text(f'block_size = {n}\n')
+        others = [setting for setting in TINY if 'block_size' not in setting]
+        done = run(repo, 'train.py', 'other.py', *others, '--init_from=resume', '--max_iters=6')
+        assert done.returncode == 0, done.stderr
+        assert f'block_size stays 16, as in the weights of out/ckpt.pt: block_size={n} (other.py)' in done.stdout
+        assert 'tokens per iteration: 64' in done.stdout
+        assert checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model_args']['block_size'] == 16
 
 
 def test_resuming_past_max_iters_says_so_and_changes_nothing(repo, trained):

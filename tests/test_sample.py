@@ -306,18 +306,20 @@ def test_what_does_not_fit_says_how_much_it_is(long_context):
 
 # test_kv_cache.py
 
-@pytest.mark.parametrize('where', ['trained', 'untrained', 'traced'])
+@pytest.mark.parametrize('where', ['trained', 'untrained', 'traced', 'named'])
 def test_the_identity_script(trained, tmp_path, where):
-    """It takes the checkpoint of the current folder."""
-    if where != 'untrained':
+    """It takes the checkpoint of the current folder, or of a run that is named."""
+    if where in ('trained', 'traced'):
         shutil.copytree(trained / 'out', tmp_path / 'out')
     n = sizes(60, 200)
+    named = [f'--out_dir={trained}/out'] if where == 'named' else []
     done = run(tmp_path, os.path.join(ROOT, 'test_kv_cache.py'), '--repeats=1', '--device=cpu', f'--new_tokens={n}',
-               f'--window={sizes(32, 128)}', **dict(KV_DEBUG='1') if where == 'traced' else {})
+               f'--block_size={sizes(32, 128)}', *named, **dict(KV_DEBUG='1') if where == 'traced' else {})
     assert done.returncode == 0, done.stderr
     for said in (f'SUCCESS: outputs are identical ({6 + n} tokens', 'speedup', 'tok/s', 'with cache'):
         assert said in done.stdout
-    assert ('model: out/ckpt.pt' in done.stdout) == (where != 'untrained')
+    assert ('model: out/ckpt.pt' in done.stdout) == (where not in ('untrained', 'named'))
+    assert (f'{trained}/out/ckpt.pt' in done.stderr) == (where == 'named')
     assert ('RANDOM WEIGHTS' in done.stdout.splitlines()[0]) == (where == 'untrained')
     assert ('!! no checkpoint trained on Shakespeare' in done.stderr) == (where == 'untrained')
     assert ('[KVDBG][Attn L1] using cache T_k=7' in done.stderr) == (where == 'traced') != ('the engine' in done.stdout)
@@ -326,10 +328,10 @@ def test_the_identity_script(trained, tmp_path, where):
 
 def test_the_identity_script_finds_a_broken_cache(repo):
     source = (repo / 'model.py').read_text()
-    broken = source.replace('t.wpe(positions)', 't.wpe(positions - positions[0])')
+    broken = source.replace('t.wpe(q_pos)', 't.wpe(q_pos - q_pos[0])')
     assert broken != source
     (repo / 'model.py').write_text(broken)
-    done = run(repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu', '--window=32', '--new_tokens=60',
+    done = run(repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu', '--block_size=32', '--new_tokens=60',
                PYTHONIOENCODING='ascii')
     assert done.returncode == 1 and 'FAILURE: outputs differ from position' in done.stdout
     for said in ('KV_DEBUG=1', 'with cache', 'apart'):

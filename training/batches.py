@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import tokenizer as tokenizers
+from configurator import HERE
 
 
 def prepare(folder):
@@ -91,13 +92,18 @@ def open_tokens(folder, split, block_size):
     dtype = np.dtype(named or 'uint16')
     if not os.path.isfile(path):
         script = os.path.join(folder, 'prepare.py')
-        raise ValueError(f"no {path}: run python {script}" if os.path.exists(script) else
-                         f"no {path}, and no {script} to make it: name a folder of data/ as the dataset")
+        if os.path.exists(script):
+            raise ValueError(f"no {path}: run python {script}")
+        there = f", or run this in {HERE}, where it is" * os.path.exists(os.path.join(HERE, script))
+        raise ValueError(f"no {path}, and no {script} to make it: name a folder of data/ as the dataset{there}")
     check_dtype(path, named)
-    n_bytes = os.path.getsize(path)
-    if n_bytes % dtype.itemsize or n_bytes // dtype.itemsize <= block_size:
-        raise ValueError(f"{path} has {n_bytes / dtype.itemsize:g} tokens ({dtype}), but one row takes block_size + 1 "
-                         f"= {block_size + 1}: prepare more text or lower block_size")
+    n_tokens, rest = divmod(os.path.getsize(path), dtype.itemsize)
+    if rest:
+        raise ValueError(f"{path} ends within a token, after {n_tokens:,} of {dtype}: it is cut, or of another dtype; "
+                         "run its prepare.py again")
+    if n_tokens <= block_size:
+        raise ValueError(f"{path} has {n_tokens:,} tokens ({dtype}), but one row takes block_size + 1 = "
+                         f"{block_size + 1:,}: prepare more text or lower block_size")
     return np.memmap(path, dtype=dtype, mode='r')
 
 

@@ -32,6 +32,7 @@ class Checkpointer:
         self.out_dir, self.writes, self.lock = out_dir, writes, None
         self.best, self.last = (os.path.join(out_dir, name) for name in NAMES)
         self.of_earlier_run = None if resume else file_at(self.best)
+        self.saved = None, ''  # the iteration of the newest save, and what was done
         if writes and os.path.isdir(out_dir):
             self.take_folder()
 
@@ -89,19 +90,20 @@ class Checkpointer:
         checkpoints.save(state, path)
         if path == self.best and os.path.exists(self.last):
             os.remove(self.last)
-        return f"saved to {path}"
+        self.saved = iter_num, f"saved to {path}"
+        return self.saved[1]
 
     def is_of_earlier_run(self):
         """Is there a ckpt.pt that this run has neither read nor written, in any of its processes?"""
         return self.of_earlier_run is not None and file_at(self.best) == self.of_earlier_run
 
     def stop(self, log, iter_num, best_val_loss):
-        """Save the state of a run that was asked to stop, and say where."""
+        """Save the state of a run that was asked to stop, unless an evaluation has just saved it, and say where."""
         log.bar.close()
         if iter_num == self.first_iter:
             log.say(f"stopped at iteration {iter_num}, before an iteration was done: there is nothing to save")
             return
-        done = self.save(iter_num, best_val_loss, best=False)
+        done = self.saved[1] if self.saved[0] == iter_num else self.save(iter_num, best_val_loss, best=False)
         advice = "use another --out_dir" if self.is_of_earlier_run() else "to go on, add --init_from=resume"
         log.say(f"stopped at iteration {iter_num}, {done}; {advice}")
         log.save_picture(last=True)

@@ -90,9 +90,10 @@ class Log:
         try:
             with tqdm.external_write_mode():
                 print(text, file=self.stream, flush=True)
-        except OSError:  # of stderr too, where it was the same: the run can still save
+        except OSError as e:  # of stderr too, where it was the same: the run can still save
             configurator.silence(self.stream)
             self.stop.asked, self.stream = True, sys.stderr
+            self.say(f"stdout cannot be written ({e.strerror}): the run saves and stops")
 
     def start_clock(self, iter_num):
         """Time iterations from here on, the first being iter_num."""
