@@ -11,6 +11,7 @@ import shlex
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
 import configurator
@@ -106,3 +107,23 @@ def test_what_the_demo_imports_is_in_its_requirements():
     with open(os.path.join(ROOT, 'requirements.txt')) as f:
         required = {re.match(r'[\w-]+', line)[0] for line in f}
     assert {'torch', 'numpy', 'numba', 'tiktoken', 'requests', 'tqdm', 'safetensors', 'matplotlib'} <= required
+
+
+def code_of(document):
+    """The blocks of Python in a document."""
+    return re.findall(r'```python\n(.*?)```', text_of(document), re.S)
+
+
+def test_the_code_of_the_readme_and_of_the_cache_runs():
+    """The loop over one head gives the last row of attention over all tokens at once."""
+    code, = code_of('README.md')
+    found = {}
+    exec(code, found)
+    assert found['number'] in range(4) and found['tokens'] and len(found['kv_cache']) == 4
+    one_head, by_hand = code_of('KV_CACHE.md')
+    exec(by_hand, {})
+    X, *weights = torch.randn(7, 8), *torch.randn(3, 8, 4)
+    found = dict(zip(('Wq', 'Wk', 'Wv'), weights), X=X, d=4, torch=torch)
+    exec(one_head, found)
+    every = torch.nn.functional.scaled_dot_product_attention(*[X @ W for W in weights], is_causal=True)
+    assert torch.allclose(found['y'], every[-1], atol=1e-5)
