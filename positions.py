@@ -95,15 +95,6 @@ def positions_in_ring(last, n, config):
     return torch.where(slots < c.n_sink, slots, torch.maximum(slots, newest))
 
 
-def turned(keys, shifts, frequencies):
-    """
-    Stored rotary keys (n_head, n, head_dim) whose positions change by shifts, int64 (n,): rotations add up. Computed in
-    float64 and rounded once. frequencies: see `rotary_frequencies`.
-    """
-    angles = rotary_angles(shifts.to(keys.device), frequencies)
-    return rotate(keys.to(angles.dtype), angles.cos(), angles.sin()).to(keys.dtype)
-
-
 class KeyPositions(NamedTuple):
     """
     Where the keys are that a cache returns. pos: their positions, int64 (K,), (B, K), or (B, T, K). allowed: bool,

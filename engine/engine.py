@@ -22,7 +22,7 @@ from engine.sequence import MOST_AHEAD, Sequence
 from kvcache import PagePool, bytes_of_slots, make_layers, pages_for
 
 LONGEST_CALL = 0.04  # seconds, of several steps
-LONGEST_MASKED = 0.0005  # likewise, while a sequence waits for the mask of its next token
+LONGEST_MASKED = 0.0005  # likewise, while a sequence waits to be told which tokens are allowed next
 PAGE_SIZE = 16
 N_PAGES, POOL_BYTES = 1024, 2**30  # of a pool, by default; bytes of keys and values
 

@@ -29,7 +29,16 @@ from decode.eager import layers_of_step
 from kvcache.llamacpp import state
 from kvcache.llamacpp.cells import EMPTY, Streams, Window
 from kvcache.storage import BITS, Layer, Scratch
-from positions import rotary_frequencies, turned
+from positions import rotary_angles, rotary_frequencies, rotate
+
+
+def turned(keys, shifts, frequencies):
+    """
+    Stored rotary keys (n_head, n, head_dim) whose positions change by shifts, int64 (n,): rotations add up. Computed in
+    float64 and rounded once. frequencies: see `rotary_frequencies`.
+    """
+    angles = rotary_angles(shifts.to(keys.device), frequencies)
+    return rotate(keys.to(angles.dtype), angles.cos(), angles.sin()).to(keys.dtype)
 
 
 class CellLayer(Layer):
