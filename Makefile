@@ -56,7 +56,7 @@ $(REAL): | .venv/run.stamp
 
 # with the python3 and the torch of a machine with a GPU, pytest-xdist, hypothesis and what requirements-serve.txt has
 gpu:
-	$(PYTHON) -m pytest -n 4 --full tests/test_cuda.py tests/test_gpu_*.py
+	FOR_GPU=1 $(PYTHON) -m pytest -n 4 --full tests/test_cuda.py tests/test_gpu_*.py
 	$(PYTHON) bench.py --mode=gpu --json=out-bench/gpu.json
 
 ARM := nice -n 19 env OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/.arm/compiled QEMU_CPU

@@ -30,7 +30,7 @@ def save(checkpoint, path):
         with replacing(path) as f:
             torch.save(checkpoint, f)
     except (OSError, RuntimeError) as e:  # torch's zip writer raises RuntimeError when the disk is full
-        why = getattr(e, 'strerror', None) or 'is the disk full?'
+        why = getattr(e, 'strerror', None) or f"is the disk full? {first_line(e)}"
         stays = ": the file that was there is as it was" if os.path.exists(path) else ''
         raise OSError(f"{path} could not be written ({why}){stays}") from e
 

@@ -204,7 +204,7 @@ def check_range(settings, least, most, *names):
 def _known(name, settings, where):
     if name not in settings:
         near, is_file = difflib.get_close_matches(name, settings, n=1), where.endswith('.py')
-        hint = f"did you mean {near[0]}?" if near else "see --help" + "; other names begin with _" * is_file
+        hint = f"did you mean {near[0]}?" if near else "see --help" + "; own names must begin with _" * is_file
         raise ValueError(f"unknown setting {_short(name)} ({where}): {hint}")
 
 
@@ -227,7 +227,7 @@ def _read_file(path, defaults):
     if not os.path.isfile(path):
         near = difflib.get_close_matches(path, glob.glob(os.path.join(glob.escape(os.path.dirname(path)), '*.py')), n=1)
         advice = f"did you mean {near[0]}?" if near else "name a file that exists, or write a setting as --key=value"
-        if os.path.isfile(os.path.join(HERE, path)):
+        if path.endswith('.py') and os.path.isfile(os.path.join(HERE, path)):
             advice = f"it is in {HERE}: run the script there"
         raise ValueError(f"there is no config file {_short(path)}: {advice}")
     if not path.endswith('.py'):
@@ -262,7 +262,7 @@ def _checked(name, value, namespace, settings, where):
         value = float(value)
     if type(value) is not wanted:
         raise ValueError(f"{name} must be {KINDS[wanted]}, not {_shown(name, value, _short)} ({where})")
-    if value in (math.inf, -math.inf):
+    if wanted is float and not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, not {value} ({where})")
     if wanted is int and not -2**63 <= value < 2**63:  # the range of torch and numpy
         raise ValueError(f"{name} must fit in 64 bits, but it is {_short(value)} ({where})")

@@ -29,16 +29,15 @@ path = ''             # the folder or file to write; by default hf or model.gguf
 def main(config):
     if to not in ('hf', 'gguf') or type not in ('f32', 'q8_0') or to == 'hf' and type == 'q8_0':
         raise ValueError(f"to must be hf, or gguf with type f32 or q8_0, not {to!r} with {type!r}")
-    if path and os.path.exists(path) and os.path.exists(init_from) and os.path.samefile(path, init_from):
-        raise ValueError(f"path and init_from are both {path}, which would be lost: give another --path")
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model)
+    target = path or os.path.join(folder, 'hf' if to == 'hf' else 'model.gguf')
+    if os.path.exists(target) and os.path.exists(init_from) and os.path.samefile(target, init_from):
+        raise ValueError(f"{target} is the model itself, which would be lost: give another --path")
     if to == 'hf':
-        target = path or os.path.join(folder, 'hf')
         family = to_huggingface(model, target, tokenizer)
         print(f"{target}, a {family}: {', '.join(sorted(os.listdir(target)))}", file=sys.stderr)
         print(f"serve it with: vllm serve {target}", file=sys.stderr)
     else:
-        target = path or os.path.join(folder, 'model.gguf')
         kind = to_gguf(model, target, type, tokenizer)
         print(f"{target}: {os.path.getsize(target) / 1e6:.1f} MB, {type}, tokenizer {kind}", file=sys.stderr)
         print("llama.cpp differs in GELU, windows, long texts and new characters: see docs/SERVING.md", file=sys.stderr)

@@ -48,7 +48,7 @@ def load_model(dev):
     """(model, tokenizer or None): that of a setting, the newest of Shakespeare, or a random model of its shape."""
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
     if out_dir or init_from:
-        return checkpoints.load_model(init_from or 'resume', out_dir, gpt, dev)[:2]
+        return checkpoints.load_model(init_from or 'resume', out_dir, gpt, dev, torch.float32)[:2]
     for path in checkpoints.newest_first():
         checkpoint = checkpoints.load(path)
         if 'shakespeare' in str(checkpoint.get('config', {}).get('dataset')):

@@ -309,7 +309,8 @@ def build_model(config, data_dir, dev, say):
                          f"{model.config.window} and {model.config.n_sink} sinks: set it to {positions}, for example")
     settle_shape(config, model.config, source, say)
     if block_size < positions and not is_chat:
-        say(f"block_size {block_size}: the model's {positions} positions are cut to that, for good")
+        say(f"block_size {block_size}: the model's {positions} positions are cut to that"
+            f"{'' if eval_only else ', also in its checkpoints'}")
         model.crop_block_size(block_size)
     model.train()
     if parallel == 'ddp':  # else each process will take its part

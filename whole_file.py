@@ -21,7 +21,8 @@ def replacing(path, mode='wb', **open_args):
             os.fsync(f.fileno())
         os.replace(tmp, path)
     except OSError as e:
-        e.filename = os.fspath(path) if e.filename in (None, tmp) else e.filename
+        if e.errno and e.filename in (None, tmp):
+            raise OSError(e.errno, e.strerror, os.fspath(path)) from e
         raise
     finally:
         if os.path.exists(tmp):

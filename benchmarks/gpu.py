@@ -26,7 +26,7 @@ BATCHES, N_PROMPT = (1, 32, 256), 16
 
 
 def check(asked):
-    """ValueError unless the device is CUDA. It ends where a part needs the server, and its packages are missing."""
+    """ValueError unless the device is CUDA. Exits where a part needs the server and a package is missing."""
     if not asked.device.startswith('cuda'):
         raise ValueError(f"gpu mode measures CUDA, and the device is {asked.device}: use a machine with a GPU")
     if not asked.only or {*asked.only.split(',')} & {*loads.PARTS}:

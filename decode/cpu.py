@@ -225,7 +225,7 @@ class CPUExecutor:
         """
         What follows a call of the kernel that began at this time, in nanoseconds. n_drawn: after how many steps tokens
         were drawn. counts: does its time count after a pause too? `Refused` if the kernel refused the step,
-        `NotNumbers` if its logits are none.
+        `NotNumbers` if its logits are not numbers.
         """
         workers.ended = time.perf_counter_ns()
         ns, ns_drawing = workers.ended - began, int(self.tables.sizes[layout.DRAW_NS])

@@ -152,7 +152,10 @@ def padded_keys(S, seq, position, slot):
 
 
 def packed_keys(counts, seq, position, slot):
-    """For N tokens that are one row over the keys of all: (slots (1, K), positions (1, K), who sees what (1, N, K))."""
+    """
+    The same for N tokens that are one row over the keys of all sequences: (slots (1, K), positions (1, K), which token
+    sees which key (1, N, K)).
+    """
     seq_of_token = np.repeat(np.arange(len(counts)), counts)
     return slot[None], position[None], (seq_of_token[:, None] == seq)[None]
 

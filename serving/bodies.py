@@ -32,9 +32,10 @@ NO_PARAMETERS = {'type': 'object', 'properties': {}}
 
 def of_an_object(schema):
     """A schema. ValueError if it is one of anything else than an object."""
-    if schema.get('type', 'object') != 'object':
-        raise ValueError(f"should be the schema of an object, whose properties are the arguments, not of the type "
-                         f"{shown(schema['type'])}")
+    kind = schema.get('type', 'object')
+    if 'object' not in (kind if type(kind) is list else [kind]):
+        raise ValueError("should be the schema of an object, whose properties are the arguments, and its type is "
+                         f"{shown(kind)}")
     return schema
 
 
@@ -163,12 +164,12 @@ class ResponseFormat(Strict):
 
     @model_validator(mode='before')
     @classmethod
-    def of_llama_server(cls, given):
+    def of_llama_server(cls, came):
         """There the schema stands beside the type, which may be json_object."""
-        if type(given) is dict and 'schema' in given and given.get('type') in ('json_object', 'json_schema'):
-            schema, given = given['schema'], {key: value for key, value in given.items() if key != 'schema'}
-            return {'json_schema': {'schema': schema}} | given | {'type': 'json_schema'}
-        return given
+        given = without_nulls(came) if type(came) is dict else {}
+        if given.keys() == {'type', 'schema'} and given['type'] in ('json_object', 'json_schema'):
+            return {'type': 'json_schema', 'json_schema': {'schema': given['schema']}}
+        return came
 
     @model_validator(mode='after')
     def with_schema(self):

@@ -121,9 +121,9 @@ def error_of(said):
     if 'NoExtension' in said:
         return DeadEnd("the text cannot go on in its form: no token of this model's vocabulary has the characters that "
                        "must follow")
-    if "doesn't satisfy" in said:  # a token came that was not allowed
-        return RuntimeError(f"the text cannot go on in its form: {said}")
-    return DeadEnd(f"the text cannot go on in its form, which is too large or too complex: give a simpler one ({said})")
+    if re.search('TooComplex|Too many|max is', said):
+        return DeadEnd(f"the text cannot go on in its form, which is too large: give a simpler one ({said})")
+    return RuntimeError(f"the text cannot go on in its form: {said}")
 
 
 def line_of(message):

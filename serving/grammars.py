@@ -53,7 +53,7 @@ def lark_of(kind, text):
     if kind == 'regex':
         return f"start: /{regex_to_lark(text)}/" if text else 'start: ""'
     if kind == 'choice':
-        # one lexeme: the library reads 2,000 alternatives of a rule at most
+        # one lexeme: the library reads at most 2,000 alternatives of a rule
         return "start: TEXT\nTEXT: " + ' | '.join(json.dumps(each, ensure_ascii=False) for each in text)
     schema = json.loads(text) if kind == 'json_schema' else {'type': 'object'}
     if type(schema) is not dict:

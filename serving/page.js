@@ -712,21 +712,21 @@ for (const name of ['settings', 'shelf']) {
 }
 $('new').addEventListener('click', () => turns.length ? showChat() : tell())
 addEventListener('storage', ({key}) => {  // another tab has written
-  const written = key === CHAT + chat.id && !running && place === null && chatOf(chat.id)
+  const written = key === CHAT + chat.id && !running && place === null && !unkept && chatOf(chat.id)
   if (written) { chat.name = written.name; seen = written.time; setTurns(turnsOf(written.turns)) }
   listChats()
 })
 addEventListener('pagehide', () => {
   for (const sample of running?.samples ?? []) sample.end('not finished')
   if (running) keepChat()
-  keep('shown', JSON.stringify({chat: shownChat(), unkept,
+  keep('shown', JSON.stringify({chat: {...shownChat(), time: seen}, unkept,
                                 completion: {prompt: completion.prompt, samples: keptOf(completion.samples)},
                                 draft: place === null ? $('message').value : draft}))
 })
 const kept = JSON.parse(session.getItem('shown'))
 if (kept) {
   const written = chatOf(kept.chat.id)  // by another tab since, perhaps
-  const {id, name, time, turns: before} = written?.time > kept.chat.time ? written : kept.chat
+  const {id, name, time, turns: before} = !kept.unkept && written?.time > kept.chat.time ? written : kept.chat
   chat = {id, name}
   seen = time
   unkept = kept.unkept

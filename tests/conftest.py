@@ -145,7 +145,8 @@ def locked(path):
         yield
 
 
-@pytest.fixture(scope='session', autouse='PYTEST_XDIST_WORKER' in os.environ)
+# `make gpu` needs none of them
+@pytest.fixture(scope='session', autouse='PYTEST_XDIST_WORKER' in os.environ and 'FOR_GPU' not in os.environ)
 def kernels():
     """
     The compiled functions of the quick run, where several workers of pytest-xdist begin at once: each begins with other
@@ -153,8 +154,6 @@ def kernels():
     """
     # imported here because one process of pytest-xdist only distributes tests, and does not need torch
     import torch
-    if torch.cuda.is_available():  # `make gpu` needs none of them
-        return
 
     from decode.kernel.attention import ATTENTION_ON
     from decode.kernel.sampling import DRAW

@@ -1,4 +1,5 @@
 """Checkpoints: never half-written, loaded without running what is in them; nanoGPT's load too."""
+import errno
 import io
 import os
 import pickle
@@ -12,6 +13,7 @@ import checkpoint as checkpoints
 from checkpoint import SIZES
 from model import GPT, GPTConfig
 from training.checkpointer import Checkpointer
+from whole_file import replacing
 
 ARGS = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, bias=False, vocab_size=11, dropout=0.0)
 
@@ -45,14 +47,30 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
     path = str(tmp_path / 'ckpt.pt')
     checkpoints.save({'model': {}, 'model_args': {}, 'n': 1}, path)
 
-    for error in (OSError('disk full'), RuntimeError('[enforce fail at inline_container.cc] unexpected pos')):
+    for error, said in ((OSError(errno.ENOSPC, 'No space left'), 'ckpt.pt could not be written .No space left.: the'),
+                        (OSError('of a writer'), 'is the disk full. of a writer'),
+                        (RuntimeError('unexpected pos'), 'is the disk full. unexpected pos')):
         def half(obj, f, error=error):
             f.write(b'half a checkpoint')
             raise error
         monkeypatch.setattr(torch, 'save', half)
-        with pytest.raises(OSError, match='disk full|ckpt.pt could not be written'):
+        with pytest.raises(OSError, match=said):
             checkpoints.save({'n': 2}, path)
     assert checkpoints.load(path)['n'] == 1 and os.listdir(tmp_path) == ['ckpt.pt']
+
+
+@pytest.mark.parametrize('error, said', [
+    (OSError(errno.ENOSPC, 'No space left'), "No space left: '{}'"), (OSError('of a writer'), 'of a writer'),
+    (OSError(errno.EACCES, 'Permission denied', 'another'), "Permission denied: 'another'")])
+def test_an_error_of_writing_names_the_file_if_it_names_none(tmp_path, error, said):
+    path = tmp_path / 'x.bin'
+    with pytest.raises(OSError) as caught, replacing(path):
+        raise error
+    assert str(caught.value).endswith(said.format(path)) and os.listdir(tmp_path) == []
+    path.mkdir()
+    with pytest.raises(OSError) as caught, replacing(path):
+        pass
+    assert str(caught.value).endswith(f": '{path}'")
 
 
 class Evil:

@@ -86,7 +86,7 @@ CHATS = [
     *((dict(tools=[dict(type='function', function=function)]), f'tools.0.function.{param}', said)
       for function, param, said in [(dict(name=''), 'name', 'at least 1'), (dict(name='a' * 257), 'name', '256'),
                                     (dict(name='a', parameters=[]), 'parameters', 'object'),
-                                    (dict(name='a', parameters=dict(type='array')), 'parameters', "'array'")]),
+                                    (dict(name='a', parameters=dict(type=['array', 'null'])), 'parameters', 'of 2')]),
     (dict(tools=TOOLS, tool_choice='any'), 'tool_choice', 'none, auto, required'),
     (dict(tools=TOOLS, tool_choice=dict(type='function', function=dict(name='rm'))), 'tool_choice', 'rm'),
     (dict(tool_choice='required'), 'tool_choice', 'none')]
@@ -114,6 +114,8 @@ RESPONSES = [
 FORMS = [
     *((dict(response_format=form), f'response_format{param}', said) for form, param, said in [
         (dict(type='text', json_schema=dict(name='p', schema={})), '', 'the type text takes no schema'),
+        (dict(type='json_schema', schema=None), '', 'is missing'), (dict(type='text', schema={}), '.schema', 'leave'),
+        (dict(type='json_schema', schema={}, json_schema=dict(schema={})), '.schema', 'leave'),
         (dict(type='json_schema'), '', 'json_schema'), (dict(type='xml'), '.type', 'json_object'),
         (dict(type='json_schema', json_schema=dict(name='a')), '.json_schema.schema', 'missing'),
         (dict(type='json_schema', json_schema=dict(name='a', schema={'if': {}})), '.json_schema.schema', 'if')]),
@@ -130,7 +132,8 @@ FORMS = [
        'response_format.type', 'give one') for more in (dict(), dict(tools=TOOLS))),
     (dict(guided_regex='a'), 'guided_regex', 'structured_outputs'),
     (dict(tools=[dict(type='function', function=dict(name='f', parameters=dict(properties=dict(a=dict(
-        type='string', format='nonsense')))))], tool_choice='required'), 'tools', 'tools: failed to compile JSON')]
+        type='string', format='nonsense')))))], tool_choice='required'),
+     'tools', 'tools: failed to compile JSON schema: Unknown format: nonsense')]
 
 ROWS = dict(completion=COMPLETIONS, chat=CHATS + FORMS, chat_without_tools=TOOLLESS, response=RESPONSES,
             chat_refused=[(dict(), 'messages', 'the chat template does not take this conversation')])

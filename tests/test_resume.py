@@ -227,15 +227,19 @@ def test_stopping_before_the_first_iteration_saves_nothing(tmp_path, capsys):
     assert 'nothing to save' in capsys.readouterr().out and iterations(tmp_path) == {}
 
 
-def test_stopping_at_an_iteration_that_was_saved_writes_it_once(tmp_path, capsys):
+@pytest.mark.parametrize('writes', [True, False])
+def test_stopping_at_an_iteration_that_was_saved_writes_it_once(tmp_path, monkeypatch, capsys, writes):
+    """No process gathers weights a second time: one that did would wait for the others."""
     made = checkpointer_in(tmp_path)
-    for best in (True, False):
-        made.save(7, 1.0, best)
-        before = iterations(tmp_path)
-        made.stop(Log(None), 7, 1.0)
-        path = tmp_path / ('ckpt.pt' if best else 'ckpt_last.pt')
-        assert f'stopped at iteration 7, saved to {path}; to go on' in capsys.readouterr().out
-        assert iterations(tmp_path) == before
+    made.writes = writes
+    for name in ('ckpt.pt', 'ckpt_last.pt'):
+        made.save(7, 1.0, best=name == 'ckpt.pt')
+        with monkeypatch.context() as patch:
+            patch.setattr(made, 'state', None)
+            made.stop(Log(None), 7, 1.0)
+        done = f'saved to {tmp_path / name}' if writes else 'saved by process 0'
+        assert f'stopped at iteration 7, {done}; to go on' in capsys.readouterr().out
+    assert iterations(tmp_path) == ({'ckpt.pt': 7, 'ckpt_last.pt': 7} if writes else {})
 
 
 @pytest.mark.parametrize('step, taken', [('replace', 6), ('remove', 7)])

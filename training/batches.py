@@ -94,13 +94,13 @@ def open_tokens(folder, split, block_size):
         script = os.path.join(folder, 'prepare.py')
         if os.path.exists(script):
             raise ValueError(f"no {path}: run python {script}")
-        there = f", or run this in {HERE}, where it is" * os.path.exists(os.path.join(HERE, script))
+        there = f", or run the command in {HERE}, where {script} is" * os.path.exists(os.path.join(HERE, script))
         raise ValueError(f"no {path}, and no {script} to make it: name a folder of data/ as the dataset{there}")
     check_dtype(path, named)
     n_tokens, rest = divmod(os.path.getsize(path), dtype.itemsize)
     if rest:
-        raise ValueError(f"{path} ends within a token, after {n_tokens:,} of {dtype}: it is cut, or of another dtype; "
-                         "run its prepare.py again")
+        raise ValueError(f"{path} ends within a token, after {n_tokens:,} whole ones of {dtype}: it is cut, or "
+                         "of another dtype; run its prepare.py again")
     if n_tokens <= block_size:
         raise ValueError(f"{path} has {n_tokens:,} tokens ({dtype}), but one row takes block_size + 1 = "
                          f"{block_size + 1:,}: prepare more text or lower block_size")

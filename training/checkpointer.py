@@ -32,7 +32,7 @@ class Checkpointer:
         self.out_dir, self.writes, self.lock = out_dir, writes, None
         self.best, self.last = (os.path.join(out_dir, name) for name in NAMES)
         self.of_earlier_run = None if resume else file_at(self.best)
-        self.saved = None, ''  # the iteration of the newest save, and what was done
+        self.saved = None, ''  # in each process, the iteration of the newest `save`, and what it returned
         if writes and os.path.isdir(out_dir):
             self.take_folder()
 
@@ -79,7 +79,11 @@ class Checkpointer:
 
         Returns what was done, in words. Where ckpt.pt is of an earlier run, nothing but the best model is saved.
         """
-        state = self.state(iter_num, best_val_loss)
+        self.saved = iter_num, self.write(self.state(iter_num, best_val_loss), best)
+        return self.saved[1]
+
+    def write(self, state, best):
+        """`save`, of what all processes have gathered."""
         if not self.writes:
             return "saved by process 0"
         if not all(w.isfinite().all() for w in state['model'].values()):
@@ -90,8 +94,7 @@ class Checkpointer:
         checkpoints.save(state, path)
         if path == self.best and os.path.exists(self.last):
             os.remove(self.last)
-        self.saved = iter_num, f"saved to {path}"
-        return self.saved[1]
+        return f"saved to {path}"
 
     def is_of_earlier_run(self):
         """Is there a ckpt.pt that this run has neither read nor written, in any of its processes?"""

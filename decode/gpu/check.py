@@ -53,9 +53,9 @@ def check_here(model, functions, queue):
             off = found - torch.cat([judge(torch.tensor([text.tokens], device=found.device), use_cache=False)[0][:, 0]
                                      for text in texts])
             off = float((off.square().mean(1).sqrt() / found.std()).max())
-    except Exception as e:  # of a compiler, or of a device; one that ends a recording stands behind that of its end
-        raise ValueError(f"the GPU executor does not run here: {e.__context__ or e!r:.200}. Its kernels must compile "
-                         "and run on this GPU: take decoder=eager") from e
+    except Exception as e:  # of a compiler, or of a device; torch hides one within a capture behind that of its end
+        raise ValueError(f"the GPU executor does not run here: {(e.__context__ if 'capture' in str(e) else e)!r:.200}. "
+                         "Its kernels must compile and run on this GPU: take decoder=eager") from e
     finally:
         executor.hold(())
     if not off <= MOST_OFF[model.lm_head.weight.dtype]:
