@@ -759,6 +759,30 @@ def test_a_chat_goes_on_in_two_tabs(chat):
     chat.wait(lambda: chat.turns() == in_two)
 
 
+def test_a_reload_shows_what_another_tab_has_written(chat):
+    """Also where this one had a turn open, and so did not show it before."""
+    chat.ask('first')
+    one = chat.browser.current_window_handle
+    chat.browser.switch_to.new_window('tab')
+    two = chat.browser.current_window_handle
+    try:
+        chat.open()
+        chat['#shelf summary'].click()
+        chat.wait(lambda: chat.all('#list .name'))[0].click()
+        chat.press('Edit turn 1')
+        chat.browser.switch_to.window(one)
+        chat.ask('second')
+        both = chat.turns()
+        chat.browser.switch_to.window(two)
+        assert len(chat.turns()) == 2
+        chat.open()
+        chat.wait(lambda: chat.turns() == both)
+    finally:
+        chat.browser.switch_to.window(two)
+        chat.browser.close()
+        chat.browser.switch_to.window(one)
+
+
 @pytest.mark.parametrize('why, refuse', [
     ('storage is full', "for (let n = 2 ** 22; n >= 1; n /= 2) try { localStorage[n] = 'x'.repeat(n) } catch { }"),
     ('no storage', "Object.defineProperty(window, 'localStorage', {get() { throw new Error() }})")])
