@@ -724,35 +724,43 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
     chat.wait(lambda: not names())
 
 
-def test_a_chat_goes_on_in_two_tabs(chat):
-    """What was said in one while the other had an answer is lost in neither: the later writer goes on as a new chat."""
-    chat.ask('first')
-    one, begun = chat.browser.current_window_handle, chat.turns()
-    chat['#shelf summary'].click()
+@contextmanager
+def second_tab(chat):
+    """A tab beside this one, with the newest chat. Yields a function that goes to the tab of a number, 0 or 1."""
+    one = chat.browser.current_window_handle
     chat.browser.switch_to.new_window('tab')
-    two = chat.browser.current_window_handle
+    tabs = one, chat.browser.current_window_handle
     try:
         chat.open()
         chat['#shelf summary'].click()
         chat.wait(lambda: chat.all('#list .name'))[0].click()
+        yield lambda number: chat.browser.switch_to.window(tabs[number])
+    finally:
+        chat.browser.switch_to.window(tabs[1])
+        chat.browser.close()
+        chat.browser.switch_to.window(one)
+
+
+def test_a_chat_goes_on_in_two_tabs(chat):
+    """What was said in one while the other had an answer is lost in neither: the later writer goes on as a new chat."""
+    chat.ask('first')
+    begun = chat.turns()
+    chat['#shelf summary'].click()
+    with second_tab(chat) as go_to:
         chat.wait(lambda: chat.turns() == begun)
         chat.engine.allow(3)
         chat.say('long')
         chat.wait(lambda: len(chat.turns()) == 4 and chat.turns()[3]['content'])
-        chat.browser.switch_to.window(one)
+        go_to(0)
         chat.wait(lambda: len(chat.turns()) == 4)
         chat.say('short')
         chat.engine.allow(float('inf'))
         chat.wait(lambda: len(chat.turns()) == 6 and chat.finished())
         in_one = chat.turns()
-        chat.browser.switch_to.window(two)
+        go_to(1)
         chat.wait(chat.finished)
         in_two = chat.turns()
         assert [turn['content'] for turn in in_two[::2]] == ['first', 'long'] and in_two[3]['content']
-    finally:
-        chat.browser.switch_to.window(two)
-        chat.browser.close()
-        chat.browser.switch_to.window(one)
     chat.wait(lambda: len(chat.all('#list .name')) == 2)
     assert chat.turns() == in_one and [turn['content'] for turn in in_one[::2]] == ['first', 'long', 'short']
     chat.all('#list .name')[1].click()
@@ -762,25 +770,15 @@ def test_a_chat_goes_on_in_two_tabs(chat):
 def test_a_reload_shows_what_another_tab_has_written(chat):
     """Also where this one had a turn open, and so did not show it before."""
     chat.ask('first')
-    one = chat.browser.current_window_handle
-    chat.browser.switch_to.new_window('tab')
-    two = chat.browser.current_window_handle
-    try:
-        chat.open()
-        chat['#shelf summary'].click()
-        chat.wait(lambda: chat.all('#list .name'))[0].click()
+    with second_tab(chat) as go_to:
         chat.press('Edit turn 1')
-        chat.browser.switch_to.window(one)
+        go_to(0)
         chat.ask('second')
         both = chat.turns()
-        chat.browser.switch_to.window(two)
+        go_to(1)
         assert len(chat.turns()) == 2
         chat.open()
         chat.wait(lambda: chat.turns() == both)
-    finally:
-        chat.browser.switch_to.window(two)
-        chat.browser.close()
-        chat.browser.switch_to.window(one)
 
 
 @pytest.mark.parametrize('why, refuse', [
