@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 
 GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
-NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*', re.ASCII)
+NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)(?<!\.pt)', re.ASCII)  # no path of a file
 READ = dict(allow_patterns=['*.safetensors', '*.json', '*.jinja', 'merges.txt'],
             ignore_patterns=['*/*', 'consolidated*'])
 ADVICE = {  # {name of an error's class, or of one of its bases: what to do}
