@@ -25,7 +25,7 @@ TRAIN = [  # settings, what the line has to say
     ('--init_from=resume --out_dir=weightsonly', 'no optimizer state'),
     ('--dataset=openwebtext --n_layer=300 --n_embd=1536', 'no data/openwebtext/train.bin'),  # before a model is built
     ('--init_from=gpt3', 'no file and no folder here: give gpt2, gpt2-medium'),
-    ('--init_from=out-mine/model.gguf', 'no file and no folder here'), ('--init_from=out-x/ckpt.pt', 'no file and no folder'),
+    ('--init_from=out-x/model.gguf', 'no file and no folder'), ('--init_from=out-x/ckpt.pt', 'no file and no folder'),
     ('--out_dir=train.py', "out_dir must be a folder, not 'train.py'"),
     ('--wandb_log=True', 'pip install wandb'),
 ]
