@@ -40,8 +40,8 @@ def first_line(e):
     return (str(e).splitlines() or [type(e).__name__])[0][:200]
 
 
-def load(path, device='cpu'):
-    """The checkpoint at path, tensors and plain values, on device. ValueError unless it is there, whole, and one."""
+def load(path):
+    """The checkpoint at path, tensors and plain values, on the CPU. ValueError unless it is there, whole, and one."""
     if not os.path.isfile(path):
         folder, advice = os.path.dirname(path), "train one first, with python train.py config/train_shakespeare_char.py"
         if os.path.isfile(folder):
@@ -55,7 +55,7 @@ def load(path, device='cpu'):
         try:
             check_bytes(f)
             f.seek(0)
-            checkpoint = torch.load(f, map_location=device, weights_only=True)
+            checkpoint = torch.load(f, map_location='cpu', weights_only=True)
         except MemoryError:
             raise
         except Exception as e:  # zip errors, unpickling errors, EOFError and others: all mean that the file is damaged
@@ -164,7 +164,7 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None, weights='float
         what, folder = init_from, out_dir or 'out-' + name_of(init_from)
     else:
         path = os.path.join(out_dir, 'ckpt.pt') if out_dir else (newest_first() or ['out/ckpt.pt'])[0]
-        checkpoint = load(path, device)
+        checkpoint = load(path)
         model, tokenizer = build(checkpoint, gpt.GPT, gpt.GPTConfig), tokenizer_of(checkpoint)
         what, folder = f"{path}: iteration {checkpoint.get('iter_num', '?')}", os.path.dirname(path)
     check_vocabulary(model, tokenizer)

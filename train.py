@@ -208,6 +208,9 @@ def check_settings(world_size):
                          f"{world_size} processes")
     if max_minutes and world_size > 1:
         raise ValueError(f"max_minutes needs one process, not {world_size}, whose clocks differ: give --max_iters=")
+    if max_minutes and decay_lr and lr_decay_iters < warmup_iters:
+        raise ValueError(f"lr_decay_iters {lr_decay_iters} is less than warmup_iters {warmup_iters}, after which the "
+                         "rate falls with max_minutes: raise it, or lower warmup_iters")
     if init_from == 'scratch':
         new_config(1)
     devices.pick_dtype(dtype, devices.pick_device(device))
@@ -282,7 +285,7 @@ def build_model(config, data_dir, dev, say):
     if init_from == 'scratch':
         model = GPT(new_config(vocab_size))
     elif init_from == 'resume':
-        resumed, source = load_furthest(out_dir, 'cpu' if parallel == 'fsdp' else dev)
+        resumed, source = load_furthest(out_dir)
         saved = resumed
         say(f"resuming {source} at iteration {resumed.get('iter_num', 0)}")
     elif checkpoints.is_run(init_from):

@@ -140,11 +140,12 @@ class Reader:
 
     def cut(self, text):
         """(the inside of a call, its closing tag, the rest). A closing tag inside of a text of JSON does not count."""
-        closes = self.form.closes
-        end = text.find(closes)
-        while end >= 0 and re.sub(r'\\.', '', text[:end]).count('"') % 2:
-            end = text.find(closes, end + 1)
-        return (text[:end], closes, text[end + len(closes):]) if end >= 0 else (text, '', '')
+        n_quotes = 0
+        for found in re.finditer(r'\\["\\]|"|' + re.escape(self.form.closes), text):
+            if found[0] == self.form.closes and n_quotes % 2 == 0:
+                return text[:found.start()], found[0], text[found.end():]
+            n_quotes += found[0] == '"'
+        return text, '', ''
 
     def said(self, text):
         text = text.lstrip() if self.follows_a_call else text

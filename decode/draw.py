@@ -8,6 +8,7 @@ of a sequence, of how many tokens it has drawn before, and of the token id. So a
 batch, on any device, and when it is computed again; and models that differ by rounding draw the same tokens but where
 the two largest are nearly equal.
 """
+import copy
 import math
 
 import numpy as np
@@ -60,6 +61,12 @@ class DrawSettings:
             raise ValueError("a bias must be a number, not nan: leave it out")
         self.vocab_size, self.penalised, self.prompt = vocab_size, self.values[4:] != (0.0, 0.0, 1.0), prompt
         self.counts, self.in_prompt, self.n_counted, self.allowed = None, None, 0, None
+
+    def with_seed(self, seed):
+        """The same settings for another sequence of this prompt, which has drawn nothing. Biases are shared."""
+        new = copy.copy(self)
+        new.seed = seed % 2**64
+        return new
 
     def count(self, drawn):
         """Let `counts`, for penalties, be of these tokens, which the sequence has drawn so far, a list."""

@@ -99,10 +99,10 @@ class Engine:
                              f"{c.max_positions} tokens, not {len(prompt)}")
         self.check_room(prompt, max_new_tokens)
         self.notice_changes()
+        settings = DrawSettings(c.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **values)
         sequences = [
-            Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stop_ids, min_tokens, logit_bias, prompt, **values),
-                     max_new_tokens, c.max_positions, n_kept, keep, salt, prompt_logits and not i, logprobs, most_ahead,
-                     logits_from)
+            Sequence(prompt, settings.with_seed(seed + i), max_new_tokens, c.max_positions, n_kept, keep, salt,
+                     prompt_logits and not i, logprobs, most_ahead, logits_from)
             for i in range(n)]
         for s in sequences if constraint else ():
             s.constraint = constraint.for_sample(s.settings.stop_ids)

@@ -119,7 +119,7 @@ def asked_for(fields, known):
     if fields.get('best_of') == fields.get('n', 1):
         left_out.add('best_of')
     if 'none' in choices or 'auto' in choices and not (functions - left_out) & fields.keys():
-        left_out |= {*functions, 'tool_choice', 'function_call'}
+        left_out |= {*functions, 'function_call'} | {'tool_choice'} - known
     return {name: value for name, value in fields.items() if name not in left_out}
 
 

@@ -20,8 +20,8 @@ from serving.grammars import grammar_of
 class Vocabulary:
     """
     The tokens of a model for llguidance, which calls this object a tokenizer: tokens, the bytes of each id. Special
-    tokens have no text. It ends a text with an id after the last one, `end`, in whose place `Constraint` allows those
-    that end a sample. ValueError where the library is not installed.
+    tokens have no text. llguidance ends a text with one more id, `end`, after the last one; where it allows that,
+    `Constraint` allows the tokens that end a sample. ValueError where the library is not installed.
     """
     is_tokenizer_wrapper, eos_token_id, bos_token_id = True, None, None
 

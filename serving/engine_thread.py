@@ -73,7 +73,7 @@ class EngineThread:
         self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: Live}
         self.draining = self.stopping = self.dead = False
         self.thread, self.looked_at = None, float('-inf')
-        self.snapshot = self.stats.snapshot()
+        self.take_snapshot()
 
     def start(self):
         self.thread = threading.Thread(target=self.run, name='engine', daemon=True)
@@ -132,9 +132,15 @@ class EngineThread:
         """
         self.looked_at = time.monotonic()
         with self.condition:
-            if not self.live:
-                self.snapshot = self.stats.snapshot()
+            if not self.live and self.looked_at >= self.snapshot['time'] + 4 * self.took:
+                self.take_snapshot()
         return self.snapshot
+
+    def take_snapshot(self):
+        """Look at the pool and the queue. took: seconds, some tenths for 100,000 blocks."""
+        began = time.monotonic()
+        self.snapshot = self.stats.snapshot()
+        self.took = time.monotonic() - began
 
     # the methods below run in the thread that calls the engine
 
@@ -161,8 +167,9 @@ class EngineThread:
             return False
         self.engine.longest_call = chunk_interval(len(self.live))
         self.hand_out(self.engine.step())
-        if self.snapshot['time'] + BETWEEN_SNAPSHOTS < time.monotonic() < self.looked_at + LOOKED_AT:
-            self.snapshot = self.stats.snapshot()
+        due = self.snapshot['time'] + max(BETWEEN_SNAPSHOTS, 20 * self.took)
+        if due < time.monotonic() < self.looked_at + LOOKED_AT:
+            self.take_snapshot()
         return True
 
     def empty_inbox(self):

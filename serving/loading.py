@@ -16,6 +16,7 @@ from engine import Engine, default_pool
 from formats.gguf_files import is_gguf
 from formats.pretrained import generation_defaults
 from kvcache import bytes_of_slots, make_layers
+from kvcache.storage import free_memory
 from serving.engine_thread import EngineThread
 from serving.served import Served
 from tokenizer import read_text
@@ -91,7 +92,7 @@ def copy_weights(model):
 def pages_on_cuda(model, executor, kv_memory, n_blocks, page_size):
     """How many pages a pool on CUDA has, which takes this share of the free memory; stderr says how much."""
     n_bytes = bytes_of_slots(model.config, page_size, executor.type_kv)
-    free, _ = torch.cuda.mem_get_info(model.lm_head.weight.device)
+    free = free_memory(model.lm_head.weight.device)
     n_blocks = n_blocks or max(1, int(kv_memory * free) // n_bytes)
     print(f"memory: weights {sum(p.nbytes for p in model.parameters()) / 1e9:.2f} GB, pool {n_blocks:,} blocks of "
           f"{page_size} tokens, {n_blocks * n_bytes / 1e9:.2f} GB of {free / 1e9:.2f} GB that are free",

@@ -41,4 +41,4 @@ def value_of(name, value):
         except (ValueError, SyntaxError) as e:
             raise ValueError(f"{name} must be a number, not {value!r:.40}") from e
     text = 'off' if value is False else '' if value is None else str(value)
-    return os.path.expanduser(text) if name in ('init_from', 'out_dir', 'draft') else text
+    return os.path.expanduser(text) if name in ('init_from', 'out_dir', 'draft', 'chat_template') else text

@@ -9,7 +9,7 @@ import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
 from serving import bodies
-from serving.answer import ChatCompletion, event
+from serving.answer import LARGE, ChatCompletion, event
 from serving.api import MOST_MESSAGES, shown
 from serving.bodies import ChatBody, Lenient, Message, ResponseFormat, Tokens, Tool, ToolChoice, Whole, list_of
 
@@ -101,12 +101,19 @@ def renamed(error):
 class Response(ChatCompletion):
     """
     The answer to a `ResponseBody`. items: of its output, as they are so far; text: the part of the last one, while it
-    is a message to which more text may come. events: the bytes of those that are not sent yet.
+    is a message to which more text may come. logprobs: of tokens whose text has not come yet. events: the bytes of
+    those that are not sent yet.
     """
 
     def __init__(self, id, body, served, requests):
         super().__init__(id, body, served, requests)
-        self.items, self.text, self.events, self.n_events = [], None, b'', 0
+        self.items, self.text, self.logprobs, self.events, self.n_events = [], None, [], b'', 0
+
+    @property
+    def is_large(self):
+        """The last events have all log probabilities again."""
+        n = 0 if self.body.n_logprobs is None else self.choices[0].n_tokens * (1 + self.body.n_logprobs)
+        return super().is_large or self.done and n > LARGE
 
     def object(self):
         self.take()
@@ -125,7 +132,9 @@ class Response(ChatCompletion):
         return events
 
     def note(self, kind, **fields):
-        """Write an event; fields may change after it."""
+        """Write an event of a stream; fields may change after it."""
+        if not self.body.stream:
+            return
         name = f'response.{kind}'
         self.events += event({'type': name, 'sequence_number': self.n_events, **fields}, name)
         self.n_events += 1
@@ -138,17 +147,16 @@ class Response(ChatCompletion):
         """Take what has come since the last call: `items` grow, and their events are written."""
         choice, = self.choices
         pieces, is_last = choice.pieces, choice.finish_reason and not choice.ended
-        logprobs = (choice.take()['logprobs'] or {}).get('content', [])
+        self.logprobs += (choice.take()['logprobs'] or {}).get('content', [])
         for piece in pieces or [''] * bool(is_last and not self.items):
             if isinstance(piece, str):
-                self.add_text(piece, logprobs)
-                logprobs = []
+                self.add_text(piece)
             else:
                 self.add_call(piece)
         if is_last or self.error:
             self.end_text('completed' if choice.finish_reason in ('stop', 'tool_calls') else 'incomplete')
 
-    def add_text(self, piece, logprobs):
+    def add_text(self, piece):
         """More text, in the message that the last item is, or in a new one."""
         if self.text is None:
             self.text = {'type': 'output_text', 'text': '', 'annotations': [], 'logprobs': []}
@@ -156,6 +164,7 @@ class Response(ChatCompletion):
                         'status': 'in_progress', 'content': []})
             self.note_item('content_part.added', content_index=0, part=self.text)
             self.items[-1]['content'].append(self.text)
+        logprobs, self.logprobs = self.logprobs, []
         self.text['text'] += piece
         self.text['logprobs'] += logprobs
         if piece:
@@ -165,6 +174,8 @@ class Response(ChatCompletion):
         """The end of the message to which text came last, if there is one."""
         if self.text is not None:
             part, self.text = self.text, None
+            part['logprobs'] += self.logprobs
+            self.logprobs = []
             self.note_item('output_text.done', content_index=0, text=part['text'], logprobs=part['logprobs'])
             self.note_item('content_part.done', content_index=0, part=part)
             self.end(status=status)

@@ -346,8 +346,10 @@ async def tokenize(service, body):
 
 async def detokenize(service, body):
     """The text of tokens"""
-    service.served.check_ids('tokens', body.tokens)
-    return JSON({'prompt': await service.in_thread('tokens', partial(service.served.tokenizer.decode, body.tokens))})
+    def answer():
+        service.served.check_ids('tokens', body.tokens)
+        return JSON({'prompt': service.served.tokenizer.decode(body.tokens)})
+    return await service.in_thread('tokens', answer)
 
 
 async def cache(service, request):

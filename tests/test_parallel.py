@@ -239,6 +239,14 @@ def test_devices_that_the_processes_cannot_have_are_refused(device, backend, gpu
         parallel.join_processes(device, backend, 'ddp', 2)
 
 
+def test_processes_without_a_local_rank_are_refused(monkeypatch):
+    """Those of another launcher than torchrun, perhaps."""
+    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    monkeypatch.setattr(parallel, 'pick_device', lambda name: name)
+    with pytest.raises(ValueError, match='device=cuda needs LOCAL_RANK'):
+        parallel.join_processes('cuda', 'auto', 'ddp', 2)
+
+
 @pytest.mark.parametrize('way, message', [('fsdp', 'torchrun'), ('tensor', "must be ddp or fsdp, not 'tensor'")])
 def test_a_way_that_one_process_cannot_go_is_refused(way, message, monkeypatch):
     monkeypatch.delenv('RANK', raising=False)

@@ -7,11 +7,18 @@ from conftest import SERVING, needs
 needs(*SERVING)
 openai = pytest.importorskip('openai', reason="openai is not installed")
 
+from example_models import CHAT
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+from test_refusals import served_chat
 from test_tools import CALLS, TOOLS, USER, saying, written  # noqa: F401
 
+from serving import answer
 from serving.constraints import DeadEnd
+from serving.request import Logprobs, Output
+from serving.responses import Response as OurResponse
+from serving.responses import ResponseBody
+from serving.served import requests_of
 
 FLAT = [dict(type='function', **tool['function']) for tool in TOOLS]
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -76,6 +83,29 @@ def test_a_stream_says_step_by_step_what_the_whole_says(saying, said, fields, ki
         assert ''.join(pieces) == done.get('text', done.get('arguments')) == text
     calls = [(item['name'], json.loads(item['arguments'])) for item in whole['output'] if 'arguments' in item]
     assert calls == CALLS[:kinds.count('function_call')] and whole['store'] is False
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_log_probabilities_come_of_tokens_without_text_too(stream, monkeypatch):
+    """Parts of a character, and the end: each token comes by itself. At the end all of them are written again."""
+    served = served_chat(CHAT)
+    body = ResponseBody.model_validate(dict(input='Hi', top_logprobs=0, stream=stream, include=[
+        'message.output_text.logprobs']))
+    made, data = OurResponse('x', body, served, requests_of(body, served, 'x', print)), b''
+    for token, (text, reason) in enumerate([('a', None), ('', None), ('€', None), ('', 'stop')]):
+        made.add(0, [Output(0, [token], text, [Logprobs(-1. * token, [])], reason)])
+        assert not made.is_large
+        data += made.chunks() if stream and not made.done else b''
+    monkeypatch.setattr('serving.responses.LARGE', 3)
+    assert made.is_large
+    if stream:
+        found = [json.loads(line[6:]) for line in (data + made.chunks()).decode().split('\n') if line[:6] == 'data: ']
+        whole = found[-1]['response']
+        deltas = [each for event in found if event['type'].endswith('text.delta') for each in event['logprobs']]
+        assert [each['logprob'] for each in deltas] == [0, -1, -2]
+    else:
+        whole = json.loads(answer.JSON(made.object()).body)
+    assert [each['logprob'] for each in whole['output'][0]['content'][0]['logprobs']] == [0, -1, -2, -3]
 
 
 def test_the_openai_client_reads_texts_calls_and_streams_and_sends_them_back(saying):  # noqa: F811

@@ -175,9 +175,9 @@ def test_the_error_for_a_damaged_file_names_the_other_one(tmp_path):
     write(tmp_path, {'ckpt.pt': 3, 'ckpt_last.pt': 5})
     (tmp_path / 'ckpt.pt').write_bytes(b'garbage')
     with pytest.raises(ValueError, match=r'ckpt\.pt cannot be read .*; or move it away, to go on from .*_last\.pt$'):
-        load_furthest(str(tmp_path), 'cpu')
+        load_furthest(str(tmp_path))
     (tmp_path / 'ckpt.pt').unlink()
-    assert load_furthest(str(tmp_path), 'cpu')[0]['iter_num'] == 5
+    assert load_furthest(str(tmp_path))[0]['iter_num'] == 5
 
 
 def checkpointer_in(folder, resume=True, first_iter=0):
@@ -250,7 +250,7 @@ def test_a_save_that_is_killed_leaves_the_state_before_or_the_new_one(tmp_path, 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(os, step, killed)
         checkpointer_in(tmp_path).save(7, 1.0, best=True)
-    assert load_furthest(str(tmp_path), 'cpu')[0]['iter_num'] == taken
+    assert load_furthest(str(tmp_path))[0]['iter_num'] == taken
     checkpointer_in(tmp_path).save(8, 1.0, best=True)
     assert iterations(tmp_path) == {'ckpt.pt': 8}
 
@@ -260,7 +260,7 @@ def test_a_save_that_is_killed_leaves_the_state_before_or_the_new_one(tmp_path, 
     ({'ckpt.pt': 7, 'ckpt_last.pt': 6}, 'ckpt.pt'), ({'ckpt_last.pt': 6}, 'ckpt_last.pt')])
 def test_a_resumed_run_takes_the_file_that_is_further_along(tmp_path, files, name):
     write(tmp_path, files)
-    loaded, path = load_furthest(str(tmp_path), 'cpu')
+    loaded, path = load_furthest(str(tmp_path))
     assert path == str(tmp_path / name) and loaded['iter_num'] == files[name]
 
 

@@ -17,7 +17,7 @@ class Conversations:
     Batches of the conversations of a split, which data/chat/prepare.py writes: batches(step) -> (inputs, targets), as
     of `batches.Batches`. Each conversation is a row, cut after block_size + 1 tokens. n_cut: how many rows are cut.
 
-    Rows of similar length share a batch. An epoch has every row, and some rows twice to fill the last batch, in an
+    Rows of similar length share a batch. An epoch has every row, and some more than once to fill the last batch, in an
     order that is drawn from (seed, split, epoch). So a batch depends on the seed, the split and the step alone.
     ValueError, with their numbers, if some conversations have nothing to score in their first block_size + 1 tokens.
     """

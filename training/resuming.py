@@ -11,13 +11,13 @@ from training.parallel import sharded_like
 NO_SHAPE = 'vocab_size', 'block_size', 'dropout'  # fields of a GPTConfig that are the data's, may be cropped, are free
 
 
-def load_furthest(out_dir, device):
+def load_furthest(out_dir):
     """(checkpoint, path): of the files of a run, the one that is further along. ValueError if there is none."""
     paths = [os.path.join(out_dir, name) for name in NAMES]
     found, loaded = [path for path in paths if os.path.exists(path)] or paths[:1], []
     for path in found:
         try:
-            loaded.append((checkpoints.load(path, device), path))
+            loaded.append((checkpoints.load(path), path))
         except ValueError as e:
             others = [f"; or move it away, to go on from {other}" for other in found if other != path]
             raise ValueError(f"{e}{''.join(others)}") from e
