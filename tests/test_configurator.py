@@ -74,7 +74,7 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
     (['wrong.py'], 'steps must be a whole number.*wrong.py'), (['--_private=1'], 'unknown'), (['--tools=1'], 'unknown'),
     (['--CONSTANT=1'], 'unknown'), (['--steps=True'], 'steps must be a whole'),
     (['--rate=1e999'], 'rate must be a finite number, not inf'),
-    (['own.py'], "unknown setting 'helper' .own.py.: see --help; own names must begin with _"),
+    (['own.py'], "unknown setting 'width' .own.py.: see --help; own names must begin with _"),
     ([f'--steps={2**63}'], 'steps must fit in 64 bits, but it is a number of 64 bits'),
     ([f'--steps={-2**63 - 1}'], 'must fit in 64 bits'), (['--steps=' + '9' * 4000], 'must fit in 64 bits'),
     (['--steps=' + '9' * 5000], r"steps must be a whole number, not '999.*5002 characters"),
@@ -84,7 +84,7 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
 ])
 def test_what_is_wrong_is_said_in_one_short_line_and_changes_nothing(script, tmp_path, argv, message):
     (tmp_path / 'typo.py').write_text('step = 3')
-    (tmp_path / 'own.py').write_text('helper = 3\nsteps = helper')
+    (tmp_path / 'own.py').write_text('width = 3\nsteps = width')
     (tmp_path / 'text.txt').write_text('steps = 3')
     (tmp_path / 'latin.py').write_bytes(b'name = "\xff"')
     (tmp_path / 'broken.py').write_text('steps = = 3')
