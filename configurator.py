@@ -97,7 +97,7 @@ def _error(script, message):
 
 PACKAGES = 'torch', 'numpy', 'numba', 'filelock', 'tiktoken', 'tokenizers', 'tqdm', 'safetensors', 'huggingface_hub'
 HERE = os.path.dirname(os.path.abspath(__file__))
-# of settings
+# what an error calls the types of settings
 KINDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'a text', tuple: 'a tuple'}
 OF_SERVER = 'starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httptools'
 

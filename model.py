@@ -262,7 +262,7 @@ class GPT(nn.Module):
 
     def hidden_states(self, idx, q_pos, kv_cache=None, last_only=False):
         """
-        The input of lm_head for tokens idx (B, T) at positions q_pos (T,) or (B, T), both int64. Checks nothing.
+        Compute the input of lm_head for tokens idx (B, T) at q_pos, positions (T,) or (B, T), both int64, unchecked.
 
         kv_cache: the caches of the layers, each an object with `append` (see `LayerKVCache`), or None.
         Returns (x, kv_cache): x (B, T, C), or with last_only the last position's alone, (B, 1, C).

@@ -34,7 +34,7 @@ from training.cpu import keep_freed_memory, use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
 from training.parallel import check_way, is_of_lost_process, join_processes, leave, shard
-from training.resuming import load_furthest, restore, settle_decays, settle_shape
+from training.resuming import load_furthest, restore, settle, settle_decays, settle_shape
 from training.stopping import StopRequest
 
 out_dir = 'out'                # where checkpoints, log.csv and loss.png go
@@ -209,8 +209,8 @@ def check_settings(world_size):
     if max_minutes and world_size > 1:
         raise ValueError(f"max_minutes needs one process, not {world_size}, whose clocks differ: give --max_iters=")
     if max_minutes and decay_lr and lr_decay_iters < warmup_iters:
-        raise ValueError(f"lr_decay_iters {lr_decay_iters} is less than warmup_iters {warmup_iters}, after which the "
-                         "rate falls with max_minutes: raise it, or lower warmup_iters")
+        raise ValueError(f"lr_decay_iters {lr_decay_iters} is less than warmup_iters {warmup_iters}, but with "
+                         "max_minutes the rate falls between the two: raise lr_decay_iters, or lower warmup_iters")
     if init_from == 'scratch':
         new_config(1)
     devices.pick_dtype(dtype, devices.pick_device(device))
@@ -300,10 +300,8 @@ def build_model(config, data_dir, dev, say):
         tokenizer_state = check_tokenizer(saved['tokenizer'], tokenizer_state, source, data_dir)
     positions, is_chat = model.config.block_size, has_conversations(data_dir)  # whose rows end anywhere
     if init_from == 'resume' and not is_chat and config.given.get('block_size') != 'command line':
-        if block_size != positions and 'block_size' in config.given:
-            asked = f"block_size={block_size} ({config.given['block_size']})"
-            say(f"block_size stays {positions}, as in the weights of {source}: {asked} has no effect")
-        block_size = config['block_size'] = positions
+        settle(config, 'block_size', positions, source, say, asked=block_size)
+        block_size = positions
     if positions < block_size:
         raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: set it to "
                          f"{positions} or less, or use the config file the model was trained with")

@@ -81,9 +81,7 @@ class Sequence:
         return (first + self.tokens[start:start + n - len(first)])[:n]
 
     def most_steps(self):
-        """
-        How many tokens can be drawn one after the other, at most, before a context is cut, or other tokens are allowed.
-        """
+        """The most tokens that can be drawn before the context is cut or the allowed tokens change."""
         return 1 if self.constraint else min(self.n_end - len(self.tokens), self.max_positions - self.length + 1)
 
     def extend(self, new):

@@ -200,8 +200,8 @@ def requests_of(body, served, id, deliver):
         if not request.prompt:
             raise invalid('prompt', "prompt has no tokens: it must have at least one, for example a newline")
         if body.min_tokens > request.max_tokens:
-            raise invalid('min_tokens', "min_tokens must be at most the tokens of an answer, "
-                                        f"{request.max_tokens}, not {body.min_tokens}: lower it, or allow more")
+            raise invalid('min_tokens', f"min_tokens is {body.min_tokens}, and an answer may have {request.max_tokens} "
+                                        "tokens at most: lower it, or allow more tokens")
     served.check_ids('prompt', chain(*prompts))
     served.check_ids('stop_token_ids', body.stop_token_ids)
     served.check_ids('logit_bias', body.logit_bias)

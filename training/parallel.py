@@ -45,7 +45,8 @@ def join_processes(device, backend, way, world_size):
         raise ValueError(f"backend=nccl needs device cuda, not {dev}: give --backend=gloo")
     if dev == 'cuda':
         if 'LOCAL_RANK' not in os.environ:
-            raise ValueError("device=cuda needs LOCAL_RANK, which torchrun sets: start the processes with torchrun")
+            raise ValueError("device=cuda needs LOCAL_RANK in the environment, and it is not set: start the processes "
+                             "with torchrun, which sets it")
         local_rank, n_gpus = int(os.environ['LOCAL_RANK']), torch.cuda.device_count()
         n_processes = max(local_rank + 1, int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
         if n_processes > n_gpus:

@@ -32,13 +32,16 @@ def settle_shape(config, model_config, source, say):
     c = model_config
     of_zero = dict(n_kv_head=c.n_head, head_dim=c.n_embd // c.n_head, n_inner=4 * c.n_embd)  # what 0 means
     for name, fixed in vars(c).items():
-        if name in NO_SHAPE:
-            continue
-        asked = config[name] or of_zero.get(name, config[name])
-        if name in config.given and asked != fixed:
-            say(f"{name} stays {fixed}, as in the weights of {source}: {name}={config[name]} ({config.given[name]}) "
-                "has no effect")
-        config[name] = fixed
+        if name not in NO_SHAPE:
+            settle(config, name, fixed, source, say, config[name] or of_zero.get(name, config[name]))
+
+
+def settle(config, name, fixed, source, say, asked):
+    """`settle_shape` for one field of a GPTConfig, which the weights have `fixed`. asked: what the settings mean."""
+    if name in config.given and asked != fixed:
+        say(f"{name} stays {fixed}, as in the weights of {source}: {name}={config[name]} ({config.given[name]}) "
+            "has no effect")
+    config[name] = fixed
 
 
 def settle_decays(config, resumed, say):

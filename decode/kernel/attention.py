@@ -53,7 +53,7 @@ LayerKV = namedtuple('LayerKV', 'k v k_scale v_scale')
 Slots = namedtuple('Slots', 'offsets head')
 
 # the keys that a row sees, as ranges of OFFSETS: the sinks, and the last ones up to its own; sink_position: the row's
-# position as the sinks see it, see `positions.Positions.mask_with_sinks`
+# position for its distance to the sinks, see `positions.Positions.mask_with_sinks`
 Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 
 # what is prefetched: the keys and values number `key` to `last` of OFFSETS, of the head at `head`. If `last` is less
