@@ -32,7 +32,7 @@ def main(config):
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model)
     target = path or os.path.join(folder, 'hf' if to == 'hf' else 'model.gguf')
     if os.path.exists(target) and os.path.exists(init_from) and os.path.samefile(target, init_from):
-        raise ValueError(f"the model is read from {target}, which writing there would overwrite: give another --path")
+        raise ValueError(f"{target} is what the model is read from, and would be overwritten: give another --path")
     if to == 'hf':
         family = to_huggingface(model, target, tokenizer)
         print(f"{target}, a {family}: {', '.join(sorted(os.listdir(target)))}", file=sys.stderr)

@@ -132,12 +132,13 @@ class EngineThread:
         """
         self.looked_at = time.monotonic()
         with self.condition:
-            if not self.live and self.looked_at >= self.snapshot['time'] + 4 * self.took:
+            is_of_requests = self.snapshot['running'] or self.snapshot['waiting']
+            if not self.live and (is_of_requests or self.looked_at >= self.snapshot['time'] + 4 * self.took):
                 self.take_snapshot()
         return self.snapshot
 
     def take_snapshot(self):
-        """Look at the pool and the queue. took: seconds, some tenths for 100,000 blocks."""
+        """Look at the pool and the queue. `took` becomes the seconds this takes, some tenths for 100,000 blocks."""
         began = time.monotonic()
         self.snapshot = self.stats.snapshot()
         self.took = time.monotonic() - began

@@ -37,7 +37,7 @@ def settle_shape(config, model_config, source, say):
 
 
 def settle(config, name, fixed, source, say, asked):
-    """`settle_shape` for one field of a GPTConfig, which the weights have `fixed`. asked: what the settings mean."""
+    """`settle_shape` for one field of a GPTConfig. fixed: its value in the weights; asked: in the settings."""
     if name in config.given and asked != fixed:
         say(f"{name} stays {fixed}, as in the weights of {source}: {name}={config[name]} ({config.given[name]}) "
             "has no effect")
