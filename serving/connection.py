@@ -21,14 +21,14 @@ MOST = 1000 if FILES < 0 else max(4, min(1000, FILES - 48))  # connections; some
 
 class Connection(HttpToolsProtocol):
     """
-    n_head: bytes of the next head that have come; None within a body. state, since: what `check` found last, and when
-    it was new.
+    n_head: bytes of the next head that have come; None within a body. last: the last of these bytes. state, since: what
+    `check` found last, and when it was new.
     """
     told = False  # does stderr say that there are too many?
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        self.n_head, self.state, self.since = 0, None, 0.0
+        self.n_head, self.last, self.state, self.since = 0, b'', None, 0.0
         if len(self.connections) > MOST:
             if not Connection.told:
                 print(f"there are {MOST} connections, the most that there may be: others are refused", file=sys.stderr)
@@ -74,7 +74,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data):
         if self.n_head is not None:
             self.n_head += len(data)
-            data = re.sub(rb'(?i)\r\nupgrade:', b'\r\nignored:', data)  # to HTTP/2: the body would be lost
+            # to HTTP/2: the body would be lost. The name may have come in two parts
+            head = re.sub(rb'(?i)(\r\nupgrade):', rb'\1-ignored:', self.last + data)
+            data, self.last = head[len(self.last):], head[-9:]
         super().data_received(data)
         if (self.n_head or 0) > MOST_HEAD and not self.transport.is_closing():
             self.refuse(431, f"the head of a request may have {MOST_HEAD:,} bytes: send fewer headers")
@@ -87,7 +89,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self):
         super().on_message_complete()
-        self.n_head = 0
+        self.n_head, self.last = 0, b''
 
     def eof_received(self):
         """The client sends no more, and may still read: a request that is complete gets its answer."""

@@ -530,10 +530,16 @@ def test_heads_have_a_limit(engine):
         connected(client, heads(dict(prompt='a'))[:-3]).close()
         head = (b'HTTP/1.1\r\nAuthorization: Bearer secret\r\nConnection: close, Upgrade, HTTP2-Settings\r\n'
                 b'Upgrade: h2c\r\nHTTP2-Settings: AAMAAABk')
-        with connected(client, heads(dict(prompt='a', max_tokens=3)).replace(b'HTTP/1.1', head)) as connection:
-            status, answer = read_all(connection)
-        assert status == 200 and json.loads(answer)['choices'][0]['text'] == spelled('a', 3)
-        assert client.get('/health').status_code == 200 and engine.stats.requests == 1
+        whole = heads(dict(prompt='a', max_tokens=3)).replace(b'HTTP/1.1', head)
+        at = whole.index(b'\r\nUpgrade:')
+        cuts = range(at, at + 12)  # it may come in two packets
+        for cut in cuts:
+            with connected(client, whole[:cut]) as connection:
+                time.sleep(0.02)
+                connection.sendall(whole[cut:])
+                status, answer = read_all(connection)
+            assert status == 200 and json.loads(answer)['choices'][0]['text'] == spelled('a', 3)
+        assert client.get('/health').status_code == 200 and engine.stats.requests == len(cuts)
 
 
 def test_templates_that_take_long_delay_no_others(monkeypatch):
