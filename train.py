@@ -208,8 +208,8 @@ def check_settings(world_size):
                          f"{world_size} processes")
     if max_minutes and world_size > 1:
         raise ValueError(f"max_minutes needs one process, not {world_size}, whose clocks differ: give --max_iters=")
-    if max_minutes and decay_lr and lr_decay_iters < warmup_iters:
-        raise ValueError(f"lr_decay_iters {lr_decay_iters} is less than warmup_iters {warmup_iters}, but with "
+    if max_minutes and decay_lr and lr_decay_iters <= warmup_iters:
+        raise ValueError(f"lr_decay_iters {lr_decay_iters} is not more than warmup_iters {warmup_iters}, but with "
                          "max_minutes the rate falls between the two: raise lr_decay_iters, or lower warmup_iters")
     if init_from == 'scratch':
         new_config(1)

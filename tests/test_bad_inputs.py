@@ -27,7 +27,7 @@ TRAIN = [  # settings, what the line has to say
     ('--init_from=gpt3', 'no file and no folder here: give gpt2, gpt2-medium'),
     ('--init_from=out-x/model.gguf', 'no file and no folder'), ('--init_from=out-x/ckpt.pt', 'no file and no folder'),
     ('--out_dir=train.py', "out_dir must be a folder, not 'train.py'"),
-    ('--max_minutes=1 --warmup_iters=9 --lr_decay_iters=5', 'lr_decay_iters 5 is less than warmup_iters 9'),
+    ('--max_minutes=1 --warmup_iters=9 --lr_decay_iters=9', 'lr_decay_iters 9 is not more than warmup_iters 9'),
     ('--wandb_log=True', 'pip install wandb'),
 ]
 SAMPLE = [

@@ -90,9 +90,9 @@ def restore(resumed, optimizer, scaler):
             scaler.load_state_dict(resumed['scaler'])
     with of_checkpoint('rng'):
         if rng := resumed.get('rng'):  # nanoGPT has none
-            torch.set_rng_state(rng['torch'].cpu())
+            torch.set_rng_state(rng['torch'])
             if len(rng['cuda']) == torch.cuda.device_count():
-                torch.cuda.set_rng_state_all([state.cpu() for state in rng['cuda']])
+                torch.cuda.set_rng_state_all(rng['cuda'])
 
 
 def restore_optimizer(optimizer, saved):
