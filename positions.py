@@ -97,8 +97,8 @@ def positions_in_ring(last, n, config):
 
 class KeyPositions(NamedTuple):
     """
-    Where the keys are that a cache returns. pos: their positions, int64 (K,), (B, K), or (B, T, K). allowed: bool,
-    broadcastable to (B, T, K), False where a key is none of the query's sequence; None if all are allowed.
+    Where the keys are that a cache returns. pos: their positions, int64 (K,) or (B, K). allowed: bool, broadcastable
+    to (B, T, K), False where a key is not of the query's sequence; None if all are allowed.
     """
     pos: torch.Tensor
     allowed: torch.Tensor | None = None
@@ -162,7 +162,7 @@ class Positions:
         k_pos = key_positions and key_positions.pos
         if k_pos is None:
             k_pos = q_pos[..., -1:] + torch.arange(1 - n_keys, 1, device=q_pos.device)
-        q_pos, k_pos = q_pos[..., :, None], k_pos if k_pos.dim() == 3 else k_pos[..., None, :]
+        q_pos, k_pos = q_pos[..., :, None], k_pos[..., None, :]
         mask = visible(q_pos, k_pos, c.window, c.n_sink)
         if allowed is not None:
             mask = mask & allowed
@@ -194,7 +194,6 @@ class Positions:
         if key_positions is None:
             change = F.pad(change, (0, K - n))
         else:
-            k_pos = key_positions.pos
-            other = (k_pos >= n).reshape(k_pos.size(0) if k_pos.dim() > 1 else 1, 1, -1, K)
+            other = (key_positions.pos >= n).view(-1, 1, 1, K)
             change = change.masked_fill(other, 0.0)
         return change.masked_fill(~mask, -float('inf')) if mask.dtype is torch.bool else change + mask

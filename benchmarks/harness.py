@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from tokenizer import read_json
 from whole_file import replacing
 
 PAUSE = 0.05  # seconds before each run: threads of the one before may still spin
@@ -125,7 +126,7 @@ def run_parts(asked, parts, **measured_on):
     """
     if asked.json:
         os.makedirs(os.path.dirname(os.path.abspath(asked.json)), exist_ok=True)
-    figures = read_json(asked.json)
+    figures = read_json(asked.json) if asked.json and os.path.exists(asked.json) else {}
     measured_on = dict(machine=describe_machine(asked.device), **measured_on)
     for name, part in parts.items():
         rows = []
@@ -160,11 +161,3 @@ def process_bytes(pid='self'):
             return next(int(line.split()[1]) * 1024 for line in f if line.startswith('VmRSS:'))
     except (OSError, StopIteration):
         return None
-
-
-def read_json(path):
-    """What `run_parts` has written to the file `path`; {} if there is none."""
-    if not path or not os.path.exists(path):
-        return {}
-    with open(path) as f:
-        return json.load(f)

@@ -88,24 +88,18 @@ class SlotArray:
 
     kind: a key of `BITS`. data: (n_head, n_slots, head_dim), because attention reads one head at a time, and a head's
     numbers of slots that follow each other are side by side. scale: float32 (n_head, n_slots, head_dim / group) for
-    int8, otherwise None. transposed: the channels of a head are side by side in memory instead of its slots' numbers;
-    for floats only. All numbers begin as zeros: a NaN that was never written would reach attention's output through
-    the mask. Raises ValueError on what cannot be stored.
+    int8, otherwise None. All numbers begin as zeros: a NaN that was never written would reach attention's output
+    through the mask. Raises ValueError on what cannot be stored.
     """
 
-    def __init__(self, n_slots, n_head, head_dim, kind='float32', device='cpu', transposed=False):
+    def __init__(self, n_slots, n_head, head_dim, kind='float32', device='cpu'):
         if kind not in BITS:
             raise ValueError(f"numbers are stored as {', '.join(BITS)}, not {kind!r}")
         self.kind, self.head_dim, self.scale, dtype = kind, head_dim, None, getattr(torch, kind)
         common = math.gcd(head_dim, KV_GROUP)
         self.group = common if common >= 8 else head_dim
-        if kind == 'int8' and transposed:
-            raise ValueError(f"int8 cannot be transposed, a group would be spread over {self.group} slots: use a float")
         with torch.inference_mode(False):  # so that they can be written with inference mode on or off
-            if transposed:
-                self.data = zeros((n_head, head_dim, n_slots), dtype, device).transpose(1, 2)
-            else:
-                self.data = zeros((n_head, n_slots, head_dim), dtype, device)
+            self.data = zeros((n_head, n_slots, head_dim), dtype, device)
             if kind == 'int8':
                 self.scale = zeros((n_head, n_slots, head_dim // self.group), torch.float32, device)
 
@@ -129,34 +123,28 @@ class SlotArray:
             out = scratch.tensor((name, i), (len(stored), slots.numel(), stored.size(2)), stored.dtype, stored.device)
             rows = torch.index_select(stored, 1, slots.flatten(), out=out)
             found.append(rows.view(len(stored), *slots.shape, -1))
-        return self.widened(found, dtype, scratch, name).transpose(0, 1)
-
-    def widened(self, stored, dtype, scratch, name=''):
-        """What is stored, [data] or [data, scale] (..., head_dim), as numbers of dtype."""
-        floats = stored[0]
+        floats = found[0]
         if self.scale is not None:
-            shape = (*floats.shape[:-1], self.head_dim)
-            out = scratch.tensor((name, 'widened'), shape, self.scale.dtype, floats.device)
-            floats = dequantise(*stored, 8, out)
+            out = scratch.tensor((name, 'widened'), floats.shape, self.scale.dtype, floats.device)
+            floats = dequantise(*found, 8, out)
         if floats.dtype is not dtype:
             floats = scratch.tensor(name, floats.shape, dtype, floats.device).copy_(floats)
-        return floats
+        return floats.transpose(0, 1)
 
 
 class Layer:
     """
     The stored keys and values of one layer of a model: `SlotArray` k and v of n_slots slots.
 
-    type_k, type_v: how they are stored, see `SlotArray`. v_trans: values transposed. scratch: a `Scratch`; layers that
-    are read one after the other can share one.
+    type_k, type_v: how they are stored, see `SlotArray`. scratch: a `Scratch`; layers that are read one after the other
+    can share one.
     """
 
-    def __init__(self, n_slots, n_head, head_dim, type_k='float32', type_v='float32', device='cpu', v_trans=False,
-                 scratch=None):
+    def __init__(self, n_slots, n_head, head_dim, type_k='float32', type_v='float32', device='cpu', scratch=None):
         self.n_slots, self.n_head, self.head_dim, self.scratch = n_slots, n_head, head_dim, scratch or Scratch()
         self.viewed = None, ()  # what `views` was asked for last, and those
         self.k = SlotArray(n_slots, n_head, head_dim, type_k, device)
-        self.v = SlotArray(n_slots, n_head, head_dim, type_v, device, transposed=v_trans)
+        self.v = SlotArray(n_slots, n_head, head_dim, type_v, device)
 
     @property
     def device(self):
@@ -164,10 +152,6 @@ class Layer:
 
     def tensors(self):
         return self.k.tensors() + self.v.tensors()
-
-    def nbytes(self):
-        """Bytes of what is stored; the memory of the `Scratch` comes on top."""
-        return sum(t.nbytes for t in self.tensors())
 
     def zero(self):
         for stored in self.tensors():

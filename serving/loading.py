@@ -45,7 +45,6 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         dtype, weights = torch.bfloat16, 'float32'
     decode.check_choice(decoder, weights, threads, dev, speculate=speculate, draft=draft)
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, weights=weights)
-    model.eval()
     trusted_dtype(plain_model.GPT, plain_model.GPTConfig, dev, 'float32')
     if chat_template:
         if not hasattr(tokenizer, 'conversation'):

@@ -38,9 +38,21 @@ def put(c, tokens, value=None):
     keys = torch.from_numpy(np.asarray(value, dtype=np.float32))
     for layer in (number for number, layer in enumerate(c.layers) if layer is not None):
         rows = keys[:, None, None].expand(-1, c.n_head_kv, c.head_dim) + 100 * layer
-        c.cpy_k(layer, rows, c.k_idxs(batch, cells))
-        c.cpy_v(layer, rows + 1000, c.k_idxs(batch, cells))
+        write(c, layer, batch, cells, rows, rows + 1000)
     return cells
+
+
+def write(c, layer, batch, cells, k, v):
+    """Write the keys and values (n, n_head_kv, head_dim) of a batch in these cells."""
+    slots = torch.from_numpy(c.slots_of(batch, cells)).flatten()
+    c.layers[layer].write(slots, k.transpose(0, 1), v.transpose(0, 1))
+
+
+def read(c, layer):
+    """The keys and values of all cells as attention reads them, (n_stream, kv_size, n_head_kv, head_dim) each."""
+    c.update()
+    slots = torch.arange(len(c.shift)).view(-1, c.kv_size)
+    return [x.transpose(1, 2).clone() for x in c.layers[layer].read(slots, torch.float32)]
 
 
 def logits_of(m, idx, c, tokens):
@@ -49,19 +61,6 @@ def logits_of(m, idx, c, tokens):
     at = torch.from_numpy(batch.positions)
     x, _ = m.hidden_states(idx.reshape(at.shape), at, c.place(batch))
     return m.lm_head(x).flatten(0, 1)
-
-
-def test_n_kv_is_padded_and_views_are_not_copies():
-    c, transposed = cache(n_pad=4), cache(v_trans=True)
-    for each in (c, transposed):
-        put(each, {0: range(5)})
-    batch = c.batch({0: range(5)})
-    assert c.get_n_kv(batch) == 8 and c.kq_mask(batch).shape == (1, 1, 5, 8)
-    k, v = c.get_k(1, 5), c.get_v(1, 5)
-    assert k.shape == (1, 5, 1, 32) and k[0, :, 0, 0].tolist() == [100, 101, 102, 103, 104] and v[0, 2, 0, 0] == 1102
-    assert k.data_ptr() == c.layers[1].k.data.data_ptr()
-    v = transposed.get_v(1, 5)
-    assert v[0, 2, 0, 0] == 1102 and v.stride(1) == 1 and v.data_ptr() == transposed.layers[1].v.data.data_ptr()
 
 
 def test_batches_of_separate_streams_bring_as_many_tokens_of_each():
@@ -132,7 +131,8 @@ def rotary_cache(type_k, n=8, kv_size=8):
         CellCache(1, 1, 5, kv_size, 3, can_shift=True)
     c = CellCache(1, 1, 32, kv_size, 3, type_k=type_k, can_shift=True)
     raw = torch.randn(n, 1, 32, generator=torch.Generator().manual_seed(0))
-    c.cpy_k(0, rotated(raw, torch.arange(n)), c.k_idxs(*store(c, {0: range(n)})))
+    keys = rotated(raw, torch.arange(n))
+    write(c, 0, *store(c, {0: range(n)}), keys, keys)
     return c, raw
 
 
@@ -220,13 +220,12 @@ def test_the_mask_of_a_long_prompt_stays_bool(window):
     c = CellCache(1, 1, 8, 17_024, 2, n_swa=0 if window is None else 16_500, swa_type=window or 'none')
     for pos in (range(16_000), range(16_000, 17_024)):
         batch, cells = store(c, {0: pos})
-    mask, size = peak(lambda: c.kq_mask(batch))
-    assert mask.shape == (1, 1, 1024, 17_024) and mask.dtype == torch.bool and size < 2.5 * mask.numel()
-    first = {None: 0, 'standard': 17_023 - 16_499, 'chunked': 16_500}[window]
-    assert np.array_equal(np.flatnonzero(mask[0, 0, -1]), np.arange(first, 17_024))
+    (_, allowed), size = peak(lambda: c.keys(batch))
+    assert allowed.shape == (1, 1024, 17_024) and allowed.dtype == bool and size < 2.5 * allowed.size
     keys = c.layers_for(batch, cells, torch.device('cpu'))[0].key_positions
-    made = Positions(GPTConfig(), torch.from_numpy(batch.positions), torch.float32).mask(keys, 17_024)
-    assert made.dtype == torch.bool and torch.equal(made, mask)
+    mask = Positions(GPTConfig(), torch.from_numpy(batch.positions), torch.float32).mask(keys, 17_024)
+    first = {None: 0, 'standard': 17_023 - 16_499, 'chunked': 16_500}[window]
+    assert mask.dtype == torch.bool and np.array_equal(np.flatnonzero(mask[0, 0, -1]), np.arange(first, 17_024))
 
 
 # states; what is restored: test_cells_reference.py

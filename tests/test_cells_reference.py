@@ -2,7 +2,6 @@
 Which cell each token is stored in, and its key and value there, compared with llama.cpp's rules as loops over single
 cells, under random operations.
 """
-import contextlib
 import copy
 import os
 import tempfile
@@ -14,7 +13,7 @@ from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from test_cells import TOLERANCE, cache, rotated
+from test_cells import TOLERANCE, cache, read, rotated, write
 
 from kvcache.llamacpp.cells import EMPTY, NoSlot, context_shift
 
@@ -52,12 +51,6 @@ class OneStream:
         head = self.first_tried(n)
         found = [number for number in [*range(head, SIZE), *range(head)] if self.usable(self.cells[number])][:n]
         return found if len(found) == n else None
-
-    def find_side_by_side(self, n):
-        head = self.first_tried(n) % SIZE
-        for start in [*range(head, SIZE), *range(head)]:
-            if start + n <= SIZE and all(self.usable(cell) for cell in self.cells[start:start + n]):
-                return list(range(start, start + n))
 
     def put(self, numbers, content):
         """content: (position, owners, shift, token) for each cell."""
@@ -125,10 +118,10 @@ class CellsMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match=words):
             operation()
 
-    def found(self, batch, contiguous=False):
+    def found(self, batch):
         """The cells for a batch, or None."""
         try:
-            return self.cache.find_slot(batch, contiguous).tolist()
+            return self.cache.find_slot(batch).tolist()
         except NoSlot:
             return None
 
@@ -154,8 +147,6 @@ class CellsMachine(RuleBasedStateMachine):
             (self.naive[s], [token for token in tokens if token[0] == s]) for s in runs]
         found = [stream.find(len(new)) for stream, new in targets]
         assert cells == (None if None in found else found)
-        side_by_side = [stream.find_side_by_side(len(new)) for stream, new in targets]
-        assert self.found(batch, contiguous=True) == (None if None in side_by_side else side_by_side)
         if cells is None:
             return self.refused('full', lambda: self.cache.place(batch))
         self.cache.apply(np.array(cells), batch)
@@ -163,10 +154,9 @@ class CellsMachine(RuleBasedStateMachine):
             stream.put(numbers, [(p, {s}, 0, token) for s, p, token in new])
         self.n_tokens += len(tokens)
         _, pos, numbers = map(torch.tensor, zip(*tokens))
-        rows = self.cache.k_idxs(batch, cells)
         for layer in range(2):
-            self.cache.cpy_k(layer, rotated(self.key(numbers), pos, self.rope_base), rows)
-            self.cache.cpy_v(layer, numbers.float()[:, None, None].expand(-1, 1, 32) + 1000 * layer, rows)
+            write(self.cache, layer, batch, np.array(cells), rotated(self.key(numbers), pos, self.rope_base),
+                  numbers.float()[:, None, None].expand(-1, 1, 32) + 1000 * layer)
 
     @rule(seq=st.none() | seqs, p0=ends, p1=ends)
     def rm(self, seq, p0, p1):
@@ -255,14 +245,6 @@ class CellsMachine(RuleBasedStateMachine):
             stream.head = 0
             stream.put(list(range(len(saved))), saved)
 
-    @rule()
-    def prepare(self):
-        """Slots for two batches: the second search sees the first batch's cells as used, and nothing is changed."""
-        start = -1 if (last := self.of(0).last(0)) is None else last
-        batches = [{0: [start + 1, start + 2]}, {0: [start + 3]}]
-        with contextlib.suppress(NoSlot):
-            self.cache.prepare([self.cache.batch(tokens) for tokens in batches])
-
     @rule(seq=seqs, head=st.integers(0, SIZE))
     def begin_the_search_at(self, seq, head):
         """A head far behind the used cells, to which other operations rarely bring it."""
@@ -287,7 +269,7 @@ class CellsMachine(RuleBasedStateMachine):
                 mine = [cell.pos for cell in naive.cells if seq in cell.owners]
                 assert (self.cache.seq_pos_min(seq), self.cache.seq_pos_max(seq)) == (
                     min(mine, default=None), max(mine, default=None))
-        keys, values = self.cache.get_k(1, SIZE), self.cache.get_v(1, SIZE)
+        keys, values = read(self.cache, 1)
         self.turned()
         for naive, k, v in zip(self.naive, keys, values):
             used = [number for number, cell in enumerate(naive.cells) if cell.pos is not None]

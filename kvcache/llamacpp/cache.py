@@ -11,15 +11,14 @@ Follows llama.cpp's src/llama-kv-cache.cpp:
 
     here                            there
     CellCache.place                 init_batch, and apply of its context
-    cpy_k, cpy_v, get_k, get_v      the same names
-    k_idxs, kq_mask                 set_input_k_idxs, set_input_kq_mask
-    get_n_kv, n_pad                 the same names
-    update, CellLayer.turned        update, build_graph_shift (K-shift)
+    a layer's write and read        cpy_k and cpy_v, get_k and get_v
+    slots_of, keys                  set_input_k_idxs, set_input_kq_mask
+    update, CellLayer.read          update, build_graph_shift (K-shift)
     layer_filter, layer_reuse       the callbacks filter and reuse
     state_save, state_load          state_write, state_read: `save` and `load` of state.py
-    memory_breakdown, clear         the same names
+    clear                           the same name
 """
-from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -53,14 +52,10 @@ class CellLayer(Layer):
         super().__init__(*args, **how)
         self.shift, self.frequencies = shift, frequencies
 
-    def turned(self, k, shift):
-        """Keys k (n_head, *shape, head_dim), turned by the shifts of their cells, an int64 array of that shape."""
-        return turned(k, torch.from_numpy(shift), self.frequencies) if shift.any() else k
-
     def read(self, slots, dtype):
         k, v = super().read(slots, dtype)
-        if self.shift is not None:
-            k = self.turned(k.transpose(0, 1), self.shift[slots.numpy(force=True)]).transpose(0, 1)
+        if self.shift is not None and (shift := self.shift[slots.numpy(force=True)]).any():
+            k = turned(k.transpose(0, 1), torch.from_numpy(shift), self.frequencies).transpose(0, 1)
         return k, v
 
 
@@ -68,9 +63,8 @@ class CellCache(Streams):
     """
     n_layer: layers of the model. n_head_kv, head_dim: heads of keys and values, and channels of each.
     kv_size, n_seq_max, unified: see `Streams`. type_k, type_v: how keys and values are stored, see `SlotArray`.
-    n_pad: the number of cells that are attended over is a multiple of this, or kv_size.
     n_swa, swa_type: size and kind of a `Window`; kind 'none' for no window.
-    v_trans: values transposed, see `SlotArray`. device: of keys and values; one for all, or a function of the layer.
+    device: of keys and values; one for all, or a function of the layer.
     layer_filter: a function of the layer: does it have a cache? Layers without one raise ValueError when used.
     layer_reuse: a function of the layer: an earlier layer whose keys and values it reads instead of its own, or None.
     can_shift: positions can be changed. Keys are rotary, of base rope_base and rope_scaling, see `GPTConfig`; rope_base
@@ -78,11 +72,11 @@ class CellCache(Streams):
     """
 
     def __init__(self, n_layer, n_head_kv, head_dim, kv_size, n_seq_max, unified=True, type_k='float32',
-                 type_v='float32', n_pad=1, n_swa=0, swa_type='none', v_trans=False, device='cpu', layer_filter=None,
-                 layer_reuse=None, can_shift=False, rope_base=10000.0, rope_scaling=()):
+                 type_v='float32', n_swa=0, swa_type='none', device='cpu', layer_filter=None, layer_reuse=None,
+                 can_shift=False, rope_base=10000.0, rope_scaling=()):
         super().__init__(kv_size, n_seq_max, unified, Window(n_swa, swa_type) if swa_type != 'none' else None,
                          can_shift)
-        self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
+        self.n_head_kv, self.head_dim = n_head_kv, head_dim
         self.rope_base, self.rope_scaling, self.frequencies = rope_base if can_shift else None, rope_scaling, None
         if self.rope_base is not None:
             if head_dim % 2:
@@ -101,16 +95,11 @@ class CellCache(Streams):
                 self.layers.append(self.layers[reused])
             else:
                 self.layers.append(CellLayer(len(self.shift), n_head_kv, head_dim, type_k, type_v,
-                                             device(layer) if callable(device) else device, v_trans, scratch,
-                                             shift=shift, frequencies=self.frequencies))
+                                             device(layer) if callable(device) else device, scratch, shift=shift,
+                                             frequencies=self.frequencies))
         self.own_layers = list(dict.fromkeys(filter(None, self.layers)))  # that store keys and values, each once
         if not self.own_layers:
             raise ValueError("layer_filter leaves no layer with a cache")
-
-    def layer_of(self, number):
-        if not 0 <= number < len(self.layers) or self.layers[number] is None:
-            raise ValueError(f"layer {number} has no cache here: take it from the cache that has it")
-        return self.layers[number]
 
     def clear(self):
         """Remove all sequences and zero all keys and values: a mask does not hide a NaN from the next sequence."""
@@ -147,36 +136,31 @@ class CellCache(Streams):
 
     def layers_for(self, batch, found, device=None):
         """What `place` returns for a batch that is stored in the cells that were found."""
+        def refuse(number, *new):
+            raise ValueError(f"layer {number} has no cache here: take it from the cache that has it")
         self.update()
         device, layers = device or self.own_layers[0].device, []
         for number, layer in enumerate(self.layers):
-            if layer is None:  # its write raises ValueError
-                layer = SimpleNamespace(device=device, write=lambda *_, number=number: self.layer_of(number))
+            if layer is None:
+                layer = SimpleNamespace(device=device, write=partial(refuse, number))
             elif layer in layers:  # an earlier one writes
                 layer = SimpleNamespace(device=layer.device, read=layer.read, write=lambda *_: None)
             layers.append(layer)
-        own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(self.get_n_kv(batch)))
-        return layers_of_step(layers, device, own, read, *self.keys(batch))
+        pos, allowed = self.keys(batch)
+        own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(pos.shape[1]))
+        return layers_of_step(layers, device, own, read, pos, allowed)
 
     def slots_of(self, batch, cells):
         """The slots of cells, (B, n) or (n,) for all, in the streams of a batch, (B, n)."""
         return batch.streams[:, None] * self.kv_size + cells
 
-    def k_idxs(self, batch, found):
-        """The slots for new keys and values, (B * T,), in the cells that were found."""
-        return torch.from_numpy(self.slots_of(batch, found)).flatten()
-
-    def get_n_kv(self, batch):
-        """How many cells of each stream a stored batch sees: up to the last used one, to a multiple of n_pad."""
-        end = max(self.streams[s].end for s in batch.streams)
-        return min(self.kv_size, max(1, -(-end // self.n_pad)) * self.n_pad)
-
     def keys(self, batch):
         """
-        The first n_kv cells of each stream: their positions, (B, n_kv), and which of them each token of a stored batch
-        may look at, bool (B, T, n_kv): those of its own sequence, within the window of the cache.
+        The cells of each stream of a stored batch, up to the last one that is used: their positions, (B, n_kv), and
+        which of them each token may look at, bool (B, T, n_kv): those of its own sequence, within the window of the
+        cache.
         """
-        n_kv = self.get_n_kv(batch)
+        n_kv = max(self.streams[s].end for s in batch.streams)
         pos = np.stack([self.streams[s].pos[:n_kv] for s in batch.streams])
         if self.unified:
             # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
@@ -188,43 +172,6 @@ class CellCache(Streams):
             hidden = self.window.hides(pos[:, None], batch.positions[..., None])
             allowed &= np.logical_not(hidden, out=hidden)  # in place: a mask of a long prompt is large
         return pos, allowed
-
-    def kq_mask(self, batch):
-        """
-        The mask of a stored batch, bool (B, 1, T, n_kv): True where a token may look at a cell, which is one of its
-        sequence, at no later position, and within the window.
-        """
-        pos, allowed = self.keys(batch)
-        allowed &= pos[:, None] <= batch.positions[..., None]
-        return torch.from_numpy(allowed)[:, None]
-
-    @torch.no_grad()
-    def cpy_k(self, layer, k, idxs):
-        """Write keys (n, n_head_kv, head_dim) of a layer to slots idxs (n,)."""
-        self.layer_of(layer).k.write(idxs, k.transpose(0, 1))
-
-    @torch.no_grad()
-    def cpy_v(self, layer, v, idxs):
-        """Write values (n, n_head_kv, head_dim) of a layer to slots idxs (n,)."""
-        self.layer_of(layer).v.write(idxs, v.transpose(0, 1))
-
-    def get_k(self, layer, n_kv, streams=slice(None)):
-        """
-        Keys of the first n_kv cells of a slice of the streams, (n_stream, n_kv, n_head_kv, head_dim), rotated for their
-        present positions. A view, unless they have to be dequantised or rotated.
-        """
-        self.update()
-        layer, shift = self.layer_of(layer), self.shift.reshape(-1, self.kv_size)[streams, :n_kv]
-        return layer.turned(self.view(layer.k, n_kv, streams), shift).permute(1, 2, 0, 3)
-
-    def get_v(self, layer, n_kv, streams=slice(None)):
-        """Values of the same cells. A view, unless they have to be dequantised."""
-        return self.view(self.layer_of(layer).v, n_kv, streams).permute(1, 2, 0, 3)
-
-    def view(self, rows, n_kv, streams):
-        """The numbers in `SlotArray`, (n_head, n_stream, n_kv, head_dim)."""
-        found = [stored.unflatten(1, (-1, self.kv_size))[:, streams, :n_kv] for stored in rows.tensors()]
-        return rows.widened(found, rows.data.dtype if rows.scale is None else torch.float32, Scratch())
 
     def update(self):
         """Rotate the keys in 32 bits or more whose positions have changed, once, before they are read."""
@@ -239,10 +186,3 @@ class CellCache(Streams):
         self.shift[moved] = 0
 
     state_save, state_load = state.save, state.load
-
-    def memory_breakdown(self):
-        """A Counter {device: bytes} of the stored keys and values; the memory of the layers' `Scratch` comes on top."""
-        sizes = Counter()
-        for layer in self.own_layers:
-            sizes[str(layer.device)] += layer.nbytes()
-        return sizes

@@ -13,7 +13,7 @@ Follows llama.cpp's src/llama-kv-cells.h and the part of src/llama-kv-cache.cpp 
     Cells.put, Streams.move                         pos_set and seq_add, pos_add and pos_div
     Window.hides                                    is_masked_swa
     Batch, and the cells that find_slot returns     llama_ubatch, slot_info
-    find_slot, apply, prepare                       find_slot, apply_ubatch, prepare
+    find_slot, apply                                find_slot, apply_ubatch
     seq_rm, _cp, _keep, _add, _div, _pos_min, _max  the same names
     context_shift                                   what tools/main and tools/server do when a context is full
 """
@@ -127,7 +127,7 @@ class Cells:
             usable |= passed & (owners.sum(axis=0) == 1)
         return np.flatnonzero(usable)
 
-    def find(self, n, window=None, contiguous=False):
+    def find(self, n, window=None):
         """
         n cells that may be written, int64 (n,), or `NoSlot`. Changes nothing.
 
@@ -136,17 +136,11 @@ class Cells:
         """
         size = len(self)
         head = 0 if self.head > self.used() + 2 * n else self.head % size
-        usable = self.usable(window, min(size, max(head, self.end) + n))  # enough, or all that there are
-        found = usable
-        if contiguous:  # the first cells of n side by side
-            last = usable[n - 1:]
-            first = usable[:len(last)]
-            found = first[last - first == n - 1]
-        if len(found) < (1 if contiguous else n):
-            raise NoSlot(f"the cache is full: {n} cells{' side by side' * contiguous} are needed and {len(usable)} are "
-                         "free: remove a sequence, or make the cache larger")
-        found = np.roll(found, -np.searchsorted(found, head))
-        return found[0] + np.arange(n) if contiguous else found[:n]
+        found = self.usable(window, min(size, max(head, self.end) + n))  # enough, or all that there are
+        if len(found) < n:
+            raise NoSlot(f"the cache is full: {n} cells are needed and {len(found)} are free: remove a sequence, or "
+                         "make the cache larger")
+        return np.roll(found, -np.searchsorted(found, head))[:n]
 
     def __str__(self):
         """
@@ -263,7 +257,7 @@ class Streams:
         streams = np.array([0] if self.unified else list(first), dtype=np.int64)
         return Batch(positions.reshape(len(streams), -1), spans, first, streams)
 
-    def find_slot(self, batch, contiguous=False):
+    def find_slot(self, batch):
         """
         Cells for a batch, int64 (B, T), in each of its streams. Changes nothing. `NoSlot` if there are too few,
         ValueError unless the batch begins where its sequences end.
@@ -276,7 +270,7 @@ class Streams:
                 if (owners != owners[0]).any():
                     raise diverged(seqs)
         n = batch.positions.shape[1]
-        return np.stack([self.streams[s].find(n, self.window, contiguous) for s in batch.streams])
+        return np.stack([self.streams[s].find(n, self.window) for s in batch.streams])
 
     def apply(self, found, batch):
         """Write the positions and owners of a batch to the cells that `find_slot` has found for it."""
@@ -286,15 +280,6 @@ class Streams:
             owners = np.concatenate([np.repeat(cells.owned_by(*seqs), stop - start, axis=1)
                                      for seqs, start, stop in spans], axis=1)
             cells.write(numbers, positions, owners)
-
-    def prepare(self, batches):
-        """What `find_slot` returns for each of several batches, stored one after the other. Changes nothing."""
-        found = []
-        with self.trial():
-            for batch in batches:
-                found.append(self.find_slot(batch))
-                self.apply(found[-1], batch)
-        return found
 
     @contextmanager
     def trial(self):

@@ -4,7 +4,6 @@ Several caches for one model, each with some of its layers; KV_CACHE.md has an e
 Follows llama.cpp's src/llama-kv-cache-iswa.cpp: a `HybridCache` of two caches is its llama_kv_cache_iswa (kv_base and
 kv_swa), `place` its init_batch, and the other methods have the same names.
 """
-from collections import Counter
 from functools import partialmethod
 
 from kvcache.llamacpp.cache import CellCache
@@ -37,13 +36,9 @@ class HybridCache:
         """See `Streams.batch`."""
         return self.caches[0].batch(tokens)
 
-    def find_slot(self, batch, contiguous=False):
+    def find_slot(self, batch):
         """A list of the cells for a batch in each cache. Changes nothing."""
-        return [cache.find_slot(batch, contiguous) for cache in self.caches]
-
-    def prepare(self, batches):
-        """For each cache the cells for each of several batches. Changes nothing."""
-        return [cache.prepare(batches) for cache in self.caches]
+        return [cache.find_slot(batch) for cache in self.caches]
 
     def apply(self, found, batch):
         """Store a batch in the cells that were found, in each cache."""
@@ -84,7 +79,3 @@ class HybridCache:
     def seq_pos_max(self, seq):
         """The last position of a sequence, or None if it has none."""
         return max((last for cache in self.caches if (last := cache.seq_pos_max(seq)) is not None), default=None)
-
-    def memory_breakdown(self):
-        """A Counter {device: bytes} of the stored keys and values of all caches."""
-        return sum((cache.memory_breakdown() for cache in self.caches), Counter())
