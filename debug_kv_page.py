@@ -129,7 +129,7 @@ class Recording:
         self.products, self.again = 0, False
 
     def write(self, tokenizer):
-        """Write the page; stderr is told."""
+        """Write the page, and say so on stderr."""
         def packed(arrays):
             return base64.b64encode(torch.cat([x.flatten() for x in arrays]).numpy().astype('<f2')).decode()
         data = dict(

@@ -128,7 +128,7 @@ def torch_threads(n):
         torch.set_num_threads(before)
 
 
-torch_on_one_thread = partial(torch_threads, 1)  # others would spin after each operation, on a core that others need
+torch_on_one_thread = partial(torch_threads, 1)  # its other threads would spin after each operation
 
 
 def side_by_side(function, items):

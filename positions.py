@@ -136,7 +136,7 @@ class Positions:
         return ring_slots(self.q_pos, self.config)
 
     def of_slots(self, n):
-        """The `KeyPositions` of the first n slots of a cache of tuples that has the new tokens: for all layers one."""
+        """The `KeyPositions` of the first n slots of a cache of tuples with the new tokens, one for all layers."""
         if n not in self.in_slots:
             self.in_slots[n] = KeyPositions(positions_in_ring(self.q_pos[..., -1:], n, self.config))
         return self.in_slots[n]

@@ -71,7 +71,7 @@ device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'        # float32, bfloat16 or float16; auto goes by the device
 compile = False       # of nanoGPT; the decoders here are faster
 chat = False          # talk with a chat model; start, if it is given, is the first message
-system = ''           # with chat: what the model is told before everything that is said
+system = ''           # with chat: the system message
 template_kwargs = ''  # with chat: what the chat template finds, as JSON: '{"enable_thinking": false}'
 generation_config = ''  # with chat: none leaves out what generation_config.json says of the draw
 json_schema = ''      # each sample is JSON of the schema in this file (pip install llguidance)
@@ -261,12 +261,14 @@ def engine_for(model, tokenizer, n_sequences, n_tokens, pool, dev):
     if not use_cache:
         engine = Engine(model, UncachedExecutor(model), NoPool(), most_running=n_sequences)
     else:
-        proposer = draft and checkpoint.load_draft(draft, plain_model, model, tokenizer)
-        of_draft = draft and pool_for(proposer.config, min(n_sequences, decode.DRAFTED_SEQUENCES), n_tokens)
-        proposer = draft and decode.draft_of(proposer, draft, of_draft, make_layers(proposer, of_draft.n_slots))
+        proposing = None
+        if draft:
+            small = checkpoint.load_draft(draft, plain_model, model, tokenizer)
+            of_small = pool_for(small.config, min(n_sequences, decode.DRAFTED_SEQUENCES), n_tokens)
+            proposing = decode.draft_of(small, draft, of_small, make_layers(small, of_small.n_slots))
         is_traced = debug_kv_model.tracing() and not decode.asked_of_the_kernel(weights, threads, speculate, draft)
         name = 'eager' if decoder == 'auto' and is_traced else decoder  # others have no trace
-        executor = decode.best(model, n_sequences, weights, threads, name, 'off' if chat else speculate, proposer,
+        executor = decode.best(model, n_sequences, weights, threads, name, 'off' if chat else speculate, proposing,
                                pick_dtype(dtype, dev), kv_bits)
         pool = debug_kv_model.TracedPool(pool) if debug_kv_model.tracing() else pool
         engine = Engine(model, executor, pool, 512 if chat else 2**14, n_sequences, kv_bits)

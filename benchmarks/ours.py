@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import decode
-from benchmarks.peers.engine import Engine as Peer
+from benchmarks.peers.peer import Peer
 from benchmarks.shapes import model_of, random_tokens
 from device import torch_threads
 from engine import Engine, pool_for

@@ -6,8 +6,8 @@ Executors: one step of a model for any sequences, as fast as the device allows.
 An executor has a `name`; the `model` that it computes; `hold(layers)`, which gives it the storage of its slots, then
 its `layers`; `type_kv`, the type of keys and values that it computes; `refresh()`, after which it goes on with the
 weights of now; and `torch_on_one_thread()`, a context manager for a loop of steps. (`UncachedExecutor` stores nothing,
-and has no `hold` and no `type_kv`.) It may have `most_sequences`, the most that run at a time; `prepare()`, which does
-before the first request what would hold one up; and `draft`, who proposes its tokens.
+and has no `hold` and no `type_kv`.) It may have `most_sequences`, the most that run at a time; `prepare()`, slow
+work that is done before the first request; and `draft`, which proposes its tokens.
 
     batch        the work of one call, and what comes of it: what all executors are told
     draw         the next token: its settings, and what a draw is
@@ -18,7 +18,7 @@ before the first request what would hold one up; and `draft`, who proposes its t
     choice       how many threads, and whether weights are prefetched: found by timing
     changes      which models the executors know
     speculative  an executor around an executor: drafts propose tokens, and the same tokens come in fewer steps
-    drafts       who proposes them: fewer bits, the sequence itself, another model
+    drafts       what proposes them: fewer bits, the sequence itself, another model
     kernel/      what numba compiles: a whole step of a GPT on the CPU
     gpu/         the executor for CUDA, with Triton kernels
 """
@@ -28,7 +28,7 @@ import torch
 
 from decode.eager import EagerExecutor
 
-NAMES = 'auto', 'eager', 'cpu', 'gpu'
+DECODERS = 'auto', 'eager', 'cpu', 'gpu'
 WEIGHTS = 'float32', 'bfloat16', 'int8', 'int4'
 SPECULATE = 'auto', 'off', 'int4', 'int8', 'ngram'
 MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU executor reads
@@ -46,7 +46,7 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
     device, dtype: of the model, such as 'cpu' or 'cuda:1', and 'bfloat16'. draft: the name of another model that
     proposes tokens, see `drafts.ModelDraft`.
     """
-    if name not in NAMES:
+    if name not in DECODERS:
         raise ValueError(f"decoder must be auto, eager, cpu or gpu, not {name!r}")
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be float32, bfloat16, int8 or int4, not {weights!r}")

@@ -43,9 +43,8 @@ class PackedDraft:
     The model of an executor with its weights in `weights`, int8 or int4, over the same slots: it reads the keys and
     values that the model has computed, and writes its own for the proposals, over which the model then writes.
 
-    executor: of these weights, or None before it is first asked, as long as it is not known whether the texts are long
-    enough to be worth the packing. Weights that are read from a file for it are packed at once: later the file may be
-    gone.
+    executor: of these weights. It is None until the first proposal, because short texts are not worth the packing.
+    Weights that are read from a file are packed at once, because the file may be gone later.
     """
 
     def __init__(self, target, weights):

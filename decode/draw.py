@@ -18,7 +18,7 @@ from inputs import check_sampling
 
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
                 repetition_penalty=1.0)
-NAMES = tuple(DEFAULTS)  # columns of the settings of a sequence, in this order
+SETTING_NAMES = tuple(DEFAULTS)  # columns of the settings of a sequence, in this order
 GOLDEN, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0
 
@@ -27,29 +27,29 @@ class DrawSettings:
     """
     How one sequence draws.
 
-    values: the numbers of NAMES: temperature divides the logits, 0 takes the largest. top_k keeps the k largest and
-    ties with the k-th, 0 keeps all. min_p keeps those with at least this share of the largest probability. top_p keeps
-    the fewest that hold this much probability. presence_penalty and frequency_penalty are subtracted from the logit of
-    a token that was drawn, once and for each time. repetition_penalty divides the positive logits of all tokens of
-    the sequence, and multiplies the negative ones.
+    values: the numbers of SETTING_NAMES. temperature divides the logits, 0 takes the largest. top_k keeps the k largest
+    and ties with the k-th, 0 keeps all. min_p keeps those with at least this share of the largest probability. top_p
+    keeps the fewest that hold this much probability. presence_penalty and frequency_penalty are subtracted from the
+    logit of a token that was drawn, once and for each time. repetition_penalty divides the positive logits of all
+    tokens of the sequence, and multiplies the negative ones.
     seed: of the noise. stop_ids: tokens that end the sequence, ascending; they are not drawn before min_tokens others.
     bias_tokens, biases: int64 and float64 (n,), numbers that are added to logits.
     allowed: None, or a bitmap, int64 (vocab_size // 64 + 1,): only tokens t whose bit t % 64 of number t // 64 is 1
     are drawn. Whoever constrains the sequence writes it before each draw, in place.
-    penalised: does it have penalties? Then there are, once it draws, counts: int64 (vocab_size,), how often each token
-    was drawn, and in_prompt: uint8 (vocab_size,), 1 for the tokens of the prompt, a list.
+    penalised: does it have penalties? If so, from its first draw on: counts, int64 (vocab_size,), how often each token
+    was drawn; in_prompt, uint8 (vocab_size,), 1 for the tokens of the prompt, a list.
     """
     __slots__ = ('vocab_size', 'values', 'seed', 'stop_ids', 'min_tokens', 'bias_tokens', 'biases', 'penalised',
                  'prompt', 'counts', 'in_prompt', 'n_counted', 'allowed')
 
     def __init__(self, vocab_size, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), prompt=(), **values):
         if unknown := values.keys() - DEFAULTS.keys():
-            raise ValueError(f"there is no setting {', '.join(sorted(unknown))}: a draw has {', '.join(NAMES)}")
+            raise ValueError(f"there is no setting {', '.join(sorted(unknown))}: a draw has {', '.join(SETTING_NAMES)}")
         values = DEFAULTS | values
         values['top_p'] = 1.0 if values['top_p'] is None else values['top_p']
         check_values(**values)
         values['top_k'] = min(max(values['top_k'] or 0, 0), vocab_size)
-        self.values = tuple(float(values[name]) for name in NAMES)
+        self.values = tuple(float(values[name]) for name in SETTING_NAMES)
         self.seed, self.stop_ids, self.min_tokens = seed % 2**64, sorted(stop_ids), min_tokens if stop_ids else 0
         biases = dict(logit_bias)
         for token in (*self.stop_ids, *biases):
@@ -96,7 +96,7 @@ class DrawSettings:
 
 
 def check_values(temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty):
-    """ValueError unless numbers of NAMES make sense; a top_k of None, 0 or -1 keeps all."""
+    """ValueError unless numbers of SETTING_NAMES make sense; a top_k of None, 0 or -1 keeps all."""
     check_sampling(temperature, None if top_k in (None, 0, -1) else top_k, top_p)
     if not 0 <= min_p <= 1 or not 0 < repetition_penalty < math.inf:
         raise ValueError(f"min_p must be from 0 to 1 and repetition_penalty positive, not {min_p} and "

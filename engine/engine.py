@@ -85,7 +85,7 @@ class Engine:
         """
         self.check_caller()
         c = self.model.config
-        prompt = checked_prompt(prompt, c.vocab_size)
+        prompt = token_list(prompt, c.vocab_size)
         if type(salt) is not str:
             raise ValueError(f"salt must be a text, not {salt!r}")
         for name, count, least in (('max_new_tokens', max_new_tokens, 0), ('n', n, 1), ('n_keep', n_keep, 0),
@@ -180,7 +180,7 @@ class Engine:
     def constrain(self):
         """
         Let constraints follow what was drawn, and have them write which tokens may come next, side by side. A sequence
-        ends where nothing may, or where its constraint says that it has failed.
+        ends where no token may follow, or where its constraint has failed.
         """
         # only those that run have drawn; after a `reset` all wait
         behind = [s for s in self.scheduler.running or self.scheduler.going
@@ -294,7 +294,7 @@ class Engine:
 
     def generate(self, prompts, max_new_tokens, n=1, seed=0, **settings):
         """`stream`, collected: for each sample a list of its prompt and its new tokens, up to what has ended it."""
-        prompts = [checked_prompt(prompt, self.model.config.vocab_size) for prompt in prompts]
+        prompts = [token_list(prompt, self.model.config.vocab_size) for prompt in prompts]
         token_lists = [prompt[:] for prompt in prompts for _ in range(n)]
         with self.executor.torch_on_one_thread():
             for number, tokens in self.stream(prompts, max_new_tokens, n, seed, **settings):
@@ -315,7 +315,7 @@ def version(weight):
         return 0
 
 
-def checked_prompt(prompt, vocab_size):
+def token_list(prompt, vocab_size):
     """The tokens of a prompt as a list. ValueError unless there are some, all of a vocabulary."""
     try:
         ids = np.array(prompt)

@@ -70,7 +70,7 @@ class Scheduler:
         self.settle(sequence)
 
     def settle(self, sequence):
-        """A sequence has drawn a token, or ended: if it was tried, it has passed."""
+        """A sequence has drawn a token, or ended: it did not fail, and leaves the trials."""
         sequence.n_failed = 0
         if self.trials:
             groups = [[s for s in group if s is not sequence] for group in self.trials]

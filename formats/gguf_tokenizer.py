@@ -21,12 +21,12 @@ FLAGS = dict(normalized=False, single_word=False, lstrip=False, rstrip=False)  #
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LATER_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
                r"\s+(?!\S)|\s+")
-LLAMA3 = 'llama-bpe', 'llama3', 'llama-v3', 'smaug-bpe'
+LLAMA3_RULES = 'llama-bpe', 'llama3', 'llama-v3', 'smaug-bpe'
 RULES = {  # of tokenizer.ggml.pre: what a text is split by, one after the other, before pairs are merged
     **dict.fromkeys(('gpt-2', 'mpt', 'phi-2'), [WORDS]),
     **dict.fromkeys(('smollm', 'starcoder', 'refact', 'codeshell'), [r'\p{N}', WORDS]),
     **dict.fromkeys(('qwen2', 'deepseek-r1-qwen'), [LATER_WORDS % '']),
-    **dict.fromkeys(LLAMA3, [LATER_WORDS % '{1,3}']),
+    **dict.fromkeys(LLAMA3_RULES, [LATER_WORDS % '{1,3}']),
     'default': [r'[\p{P}\$\+<=>\^~\|]+', WORDS, r'\p{N}+', '[0-9][0-9][0-9]'],
 }
 
@@ -58,7 +58,7 @@ def gguf_tokenizer(fields):
     content = byte_pairs(given, vocab) if kind == 'gpt2' else sentencepiece(given, vocab, tokens, ids)
     content['added_tokens'] = [dict(id=i, content=text, special=types[i] == CONTROL, **FLAGS)
                                for text, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED)]
-    adds_bos = given.get('add_bos_token', kind == 'llama' or given.get('pre') in LLAMA3)
+    adds_bos = given.get('add_bos_token', kind == 'llama' or given.get('pre') in LLAMA3_RULES)
     around = [ids.get('bos_token') if adds_bos else None, ids.get('eos_token') if given.get('add_eos_token') else None]
     content['post_processor'] = template(around, tokens) if around != [None, None] else None
     ends = [given[key] for key in ENDS if given.get(key) in range(len(tokens))]
@@ -83,7 +83,7 @@ def byte_pairs(given, vocab):
         version='1.0', decoder=byte_level,
         normalizer=dict(type='NFC') if rule == 'qwen2' else None,  # as Qwen's own; llama.cpp leaves it out
         pre_tokenizer=dict(type='Sequence', pretokenizers=[*splits, byte_level]),
-        model=dict(type='BPE', vocab=vocab, merges=given.get('merges', []), ignore_merges=rule in LLAMA3))
+        model=dict(type='BPE', vocab=vocab, merges=given.get('merges', []), ignore_merges=rule in LLAMA3_RULES))
 
 
 def rule_of(content):

@@ -186,7 +186,7 @@ class Layer:
 
 
 def free_memory(device):
-    """Bytes that can still be had on a device, of the machine or of the control group; inf where nobody says."""
+    """Bytes that can still be had on a device, of the machine or of the control group; inf where no system says it."""
     if device.type == 'cuda':
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

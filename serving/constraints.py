@@ -84,7 +84,7 @@ class Constraint:
             may_end = (c.allowed & vocabulary.end_bit).any()
             c.allowed &= ~vocabulary.end_bit
             if c.matcher.is_error():
-                c.error = error_of(line_of(c.matcher.get_error()))
+                c.error = dead_end_of(line_of(c.matcher.get_error()))
             c.is_complete = bool(c.error) or not c.allowed.any()
             if may_end:
                 c.allowed |= c.ends
@@ -116,7 +116,7 @@ def compiled(kind, text, vocabulary):
     return constraint
 
 
-def error_of(said):
+def dead_end_of(said):
     """The exception for what the library says of a text that cannot go on."""
     if 'NoExtension' in said:
         return DeadEnd("the text cannot go on in its form: no token of this model's vocabulary has the characters that "

@@ -27,8 +27,8 @@ WORK = 2**33   # weights times tokens of a step, by default: a few tenths of a s
 
 
 def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
-                kv_memory=0.5, speculate='off', draft='', generation_config='', chat_template='', n_blocks=None,
-                page_size=16, max_num_batched_tokens=None, max_queue=1024):
+                kv_memory=0.5, speculate='auto', draft='', generation_config='', chat_template='', n_blocks=0,
+                page_size=16, max_num_batched_tokens=0, max_queue=1024):
     """
     (an `EngineThread` that was started, what is `Served`). The settings are those of serve.py, which says what each is.
     ValueError if there is no such model or decoder.
@@ -53,10 +53,12 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     if dev == 'cpu' and init_from != 'resume' and not is_gguf(init_from):
         copy_weights(model)
     decode.converted(model, decoder, dtype)
-    proposer = draft and copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer))
-    of_draft = draft and default_pool(proposer.config)
-    proposer = draft and decode.draft_of(proposer, draft, of_draft, make_layers(proposer, of_draft.n_slots))
-    executor = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
+    proposing = None
+    if draft:
+        small = copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer))
+        pool = default_pool(small.config)
+        proposing = decode.draft_of(small, draft, pool, make_layers(small, pool.n_slots))
+    executor = decode.best(model, 1, weights, threads, decoder, speculate, proposing)
     print(f"decoder: {executor.name}", file=sys.stderr)
     if on_cuda:
         n_blocks, budget = pages_on_cuda(model, executor, kv_memory, n_blocks, page_size), budget or BUDGET
@@ -81,7 +83,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
 
 
 def copy_weights(model):
-    """The model with its weights copied into memory: whoever cuts a file that is mapped ends the process."""
+    """The model with its weights copied into memory: if a mapped file were cut, the process would end."""
     for weight in model.parameters():
         if not weight.is_meta:
             weight.data = weight.data.clone()

@@ -7,7 +7,7 @@ from itertools import chain
 import orjson
 
 from chat.tools import form_of, grammar, shows_tools, takes_several_calls
-from decode.draw import NAMES
+from decode.draw import SETTING_NAMES
 from serving.api import APIError, invalid
 from serving.bodies import MOST_SAMPLES, ChatBody
 from serving.constraints import Vocabulary, compiled
@@ -188,7 +188,7 @@ def requests_of(body, served, id, deliver):
     constraint = served.constraint(forms_of(body, served) if is_chat else body.forms)
     seeds = [secrets.randbelow(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     shared = dict(
-        n=body.n, draw={name: getattr(body, name) for name in (*NAMES, 'min_tokens', 'logit_bias')},
+        n=body.n, draw={name: getattr(body, name) for name in (*SETTING_NAMES, 'min_tokens', 'logit_bias')},
         stop=tuple(body.stop), stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos, logprobs=body.n_logprobs,
         prompt_logprobs=not is_chat and body.echo and body.n_logprobs is not None, cache_salt=body.cache_salt,
         include_stop=body.include_stop_str_in_output, constraint=constraint, strip=strip and constraint is None,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from decode.draw import NAMES, DrawSettings
+from decode.draw import SETTING_NAMES, DrawSettings
 from decode.draw import draw as defined
 from decode.gpu.queue import Queue
 from decode.gpu.tables import BIASED, BROKEN, IN_PROMPT, IS_STOP, NOTHING, STOPS
@@ -114,7 +114,7 @@ def settings_of(inputs, row):
     marks, biases = inputs.marks[sequence].cpu(), inputs.biases[sequence].tolist() if values[BIASED] else []
     found = DrawSettings(len(marks), int(inputs.seeds[row]), (marks & IS_STOP).nonzero()[:, 0].tolist(),
                          int(inputs.min_tokens[row]), enumerate(biases),
-                         **dict(zip(NAMES, values)) | dict(top_k=int(values[1])))
+                         **dict(zip(SETTING_NAMES, values)) | dict(top_k=int(values[1])))
     found.counts, found.in_prompt = (marks & (IS_STOP - 1)).numpy(), ((marks & IN_PROMPT) > 0).numpy()
     return found
 

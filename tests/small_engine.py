@@ -7,7 +7,7 @@ from tiny_models import drawn_alone
 from toy_executor import NextLetter, toy_model
 
 from decode.cpu import CPUExecutor
-from decode.draw import NAMES, log_probabilities
+from decode.draw import SETTING_NAMES, log_probabilities
 from engine import Engine, default_pool
 from model import GPT, GPTConfig
 from serving.engine_thread import EngineThread
@@ -48,7 +48,7 @@ def thread_of(model, executor=None, bytes_of=BYTES, end_tokens=(), n_pages=16, p
 
 def request_of(id, prompt, max_tokens=8, seed=0, n=1, **how):
     """A `Request` with settings of its own, and of its draws."""
-    of_draw = {name: how.pop(name) for name in (*NAMES, 'min_tokens', 'logit_bias') if name in how}
+    of_draw = {name: how.pop(name) for name in (*SETTING_NAMES, 'min_tokens', 'logit_bias') if name in how}
     return Request(id, prompt, max_tokens, seed, n, of_draw, **how)
 
 

@@ -29,7 +29,7 @@ TINY = GPTConfig(block_size=64, vocab_size=65, n_layer=1, n_head=2, n_embd=32)
 SHORT = 'short'  # the salt of an `Ask` whose server is asked for a token too few
 
 
-class Here(servers.Ours):
+class Here(servers.OurServer):
     """A server of this process, whose `engine` steps when the test says so, and draws the letter after the last."""
 
     def __init__(self, engine, port):
@@ -148,14 +148,14 @@ def ours():
     """(a folder with the files of a small model, our server with it)"""
     torch.manual_seed(0)
     with servers.weights_on_disk(model_with_varied_text(TINY), False) as folder, \
-            servers.Ours(folder, 'float32', 8 * TINY.block_size, '--decoder=eager') as server:
+            servers.OurServer(folder, 'float32', 8 * TINY.block_size, '--decoder=eager') as server:
         yield folder, server
 
 
 def test_clients_of_our_server(ours, monkeypatch):
     folder, server = ours
     assert os.listdir(folder) == ['ckpt.pt']
-    monkeypatch.setattr(loads, 'Ours', lambda *settings, device: nullcontext(server))  # it runs already
+    monkeypatch.setattr(loads, 'OurServer', lambda *settings, device: nullcontext(server))  # it runs already
     monkeypatch.setattr(loads, 'model_of', lambda name, bias: model_with_varied_text(TINY))
     asked = SimpleNamespace(shapes=['S'], bias=False, device='cpu', llama_server='', batches=[2], requests=6, repeats=1)
     rows = [row for some in loads.clients(asked) for row in some]
@@ -167,7 +167,7 @@ def test_clients_of_our_server(ours, monkeypatch):
 
 def test_the_soak_compares_answers(ours, monkeypatch):
     folder, server = ours
-    monkeypatch.setattr(loads, 'Ours', lambda *settings, device: nullcontext(server))  # it runs already
+    monkeypatch.setattr(loads, 'OurServer', lambda *settings, device: nullcontext(server))  # it runs already
     monkeypatch.setattr(loads, 'COMPARED', 0.5)
     n = sizes(40, 400)
     row = loads.soak('S', TINY, folder, 'float32', 4, n)

@@ -11,9 +11,9 @@ import decode
 from benchmarks import loss
 from benchmarks.ours import Ours
 from benchmarks.peers import race
-from benchmarks.peers.engine import Engine
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.peers.onnx import rounded
+from benchmarks.peers.peer import Peer
 from benchmarks.peers.race import PEERS
 from benchmarks.shapes import LLAMA, LLAMAS, label, model_of, model_with_varied_text
 from formats import to_huggingface
@@ -189,7 +189,7 @@ def test_a_missing_package_is_named_and_the_slower_ways_to_run_an_engine_are_lef
     monkeypatch.setattr(race.time, 'perf_counter', lambda: now)
     monkeypatch.setattr(race.torch, 'get_num_threads', lambda: 3)
 
-    class Ways(Engine):
+    class Ways(Peer):
         packages = {'os': 'python', 'no_such_module': 'no-such-package'}
         ways = {'float32': [dict(by='row'), dict(by='block')]}
 

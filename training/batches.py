@@ -110,7 +110,7 @@ def open_tokens(folder, split, block_size):
 def check_dtype(path, named):
     """
     ValueError if a file is a .npy file, or if the ids at its beginning have more bytes than those of the dtype that
-    meta.json names, or None. uint16, where it is named, is believed.
+    meta.json names, or None. Where it names uint16 the ids are not looked at.
     """
     with open(path, 'rb') as f:
         start = f.read(1 << 16)

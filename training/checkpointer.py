@@ -17,7 +17,7 @@ import checkpoint as checkpoints
 from training.parallel import whole
 from whole_file import lock_folder
 
-NAMES = 'ckpt.pt', 'ckpt_last.pt'
+FILES = 'ckpt.pt', 'ckpt_last.pt'
 
 
 class Checkpointer:
@@ -30,7 +30,7 @@ class Checkpointer:
 
     def __init__(self, out_dir, resume, writes):
         self.out_dir, self.writes, self.lock = out_dir, writes, None
-        self.best, self.last = (os.path.join(out_dir, name) for name in NAMES)
+        self.best, self.last = (os.path.join(out_dir, name) for name in FILES)
         self.of_earlier_run = None if resume else file_at(self.best)
         self.saved = None, ''  # in each process, the iteration of the newest `save`, and what it returned
         if writes and os.path.isdir(out_dir):

@@ -5,15 +5,15 @@ from contextlib import contextmanager
 import torch
 
 import checkpoint as checkpoints
-from training.checkpointer import NAMES
+from training.checkpointer import FILES
 from training.parallel import sharded_like
 
-NO_SHAPE = 'vocab_size', 'block_size', 'dropout'  # fields of a GPTConfig that are the data's, may be cropped, are free
+NO_SHAPE = 'vocab_size', 'block_size', 'dropout'  # not of the weights: the data say it, it may be smaller, any will do
 
 
 def load_furthest(out_dir):
     """(checkpoint, path): of the files of a run, the one that is further along. ValueError if there is none."""
-    paths = [os.path.join(out_dir, name) for name in NAMES]
+    paths = [os.path.join(out_dir, name) for name in FILES]
     found, loaded = [path for path in paths if os.path.exists(path)] or paths[:1], []
     for path in found:
         try:

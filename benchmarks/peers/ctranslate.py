@@ -5,11 +5,11 @@ import tempfile
 
 import torch
 
-from benchmarks.peers.engine import Engine
 from benchmarks.peers.hugging_face import HuggingFace, in_transformers
+from benchmarks.peers.peer import Peer
 
 
-class CTranslate2(Engine):
+class CTranslate2(Peer):
     """
     CTranslate2, by its own converter from transformers.
 

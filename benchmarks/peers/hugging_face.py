@@ -4,13 +4,13 @@ from functools import lru_cache
 
 import torch
 
-from benchmarks.peers.engine import Engine
+from benchmarks.peers.peer import Peer
 from benchmarks.shapes import random_tokens
 from device import synchronize, torch_threads
 from formats import to_huggingface
 
 
-class HuggingFace(Engine):
+class HuggingFace(Peer):
     """transformers' generate with its growing cache and torch's attention, the fastest of its options on a CPU."""
     name = 'Hugging Face generate'
     packages = {'transformers': 'transformers', 'safetensors': 'safetensors'}

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from benchmarks.peers.engine import Engine
+from benchmarks.peers.peer import Peer
 from formats import to_gguf
 
 GGUF = 'model.gguf'
@@ -24,7 +24,7 @@ def model_params():
     return params
 
 
-class LlamaCpp(Engine):
+class LlamaCpp(Peer):
     """
     llama.cpp, by the C interface under llama-cpp-python: one llama_decode a step, with a sequence for each row.
 

@@ -6,12 +6,12 @@ Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 import numpy as np
 import torch
 
-from benchmarks.peers.engine import Engine
+from benchmarks.peers.peer import Peer
 
 NONE = '""'  # an input or an output that is left out
 
 
-class OnnxRuntime(Engine):
+class OnnxRuntime(Peer):
     """
     See `onnx_model`. One graph runs the prompt and each token.
 

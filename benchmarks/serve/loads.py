@@ -20,7 +20,7 @@ import torch
 import configurator
 from benchmarks.harness import Case, Part, process_bytes, take_turns
 from benchmarks.serve.client import Ask, closed_loop, figures
-from benchmarks.serve.servers import LlamaServer, Ours, missing, weights_on_disk
+from benchmarks.serve.servers import LlamaServer, OurServer, missing, weights_on_disk
 from benchmarks.shapes import model_of
 
 CPU_ONLY = "the servers are compared"  # gpu mode measures ours on a GPU
@@ -83,7 +83,7 @@ def clients(asked):
             n = asked.requests or max(FEWEST, (EACH[name] if on_cpu else 64) * C)
             with ExitStack() as up:
                 servers = [up.enter_context(server) for server in (
-                    Ours(folder, weights, C * most, device=asked.device),
+                    OurServer(folder, weights, C * most, device=asked.device),
                     *(LlamaServer(asked.llama_server, folder, weights, C, most, threads) for threads in counts))]
                 yield in_turns(name, config, weights, servers, C, n, asked.repeats)
 
@@ -131,14 +131,14 @@ def soak(name, config, folder, weights, n_clients, n, device='cpu'):
     chosen = random.Random(1).sample(staying, min(len(staying), max(1, round(COMPARED * n))))
     answers, resident, used = [], [], []
     # room for two thirds of the clients' longest requests, so that some samples lose their blocks on the way
-    with Ours(folder, weights, max(1, 2 * n_clients // 3) * longest(asks), device=device) as ours:
+    with OurServer(folder, weights, max(1, 2 * n_clients // 3) * longest(asks), device=device) as ours:
         for turn in range(TURNS):
             some = asks[turn * n // TURNS:(turn + 1) * n // TURNS]
             answers += asyncio.run(closed_loop(ours, some, n_clients)).answers
             used.append(ours.blocks_left())
             resident.append(process_bytes(pid=ours.process.pid))
         preemptions, hits = int(ours.metric('preemptions_total')), int(ours.metric('prefix_hits_total'))
-    with Ours(folder, weights, longest(asks), device=device) as ours:
+    with OurServer(folder, weights, longest(asks), device=device) as ours:
         alone = asyncio.run(closed_loop(ours, [ask._replace(salt=str(i)) for i, ask in enumerate(chosen)], 1)).answers
     answer_to, failed = {id(a.ask): a for a in answers}, [a.error for a in answers if a.error not in ('', 'left')]
     different = [a for ask, a in zip(chosen, alone) if a.error or a.token_ids != answer_to[id(ask)].token_ids]

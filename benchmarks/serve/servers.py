@@ -94,7 +94,7 @@ class Server:
         return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, **SETTINGS, **more}).encode()
 
 
-class Ours(Server):
+class OurServer(Server):
     """serve.py with the checkpoint of a folder. n_tokens: that its pool holds. options: further settings."""
 
     def __init__(self, folder, weights, n_tokens, *options, device='cpu'):

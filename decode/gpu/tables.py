@@ -14,7 +14,7 @@ SMALL_TILE = 32  # the same, where many small programs are faster
 SPLIT = 64    # keys that attention adds up at a time, or in long texts a multiple of it; splits begin at multiples
 SPLITS = 32   # of the keys of a row, at most; a window may begin and end inside of one
 AHEAD = 64    # later positions of a sequence whose slots are written with those of its new ones
-BIASED, N_SETTINGS = 7, 8  # columns of the settings of a draw: `decode.draw.NAMES`, and 1 if the row has biases
+BIASED, N_SETTINGS = 7, 8  # columns of the settings of a draw: `decode.draw.SETTING_NAMES`, and 1 if the row has biases
 IS_STOP, IN_PROMPT = 2**29, 2**30  # what the mark of a token has beside its count
 MOST_STEPS = 64  # of a call
 # `drawn` has a token; a token + STOPS where it ends its text; NOTHING where the row had ended before; BROKEN where a

@@ -35,7 +35,7 @@ from decode.kernel.vectors import (
 PER_PEAK = 64  # tokens whose largest logit is known
 PER_SUM = 256  # tokens whose weights are added up together
 FEW, N_NARROWINGS = 256, 7  # `border` stops at an interval with at most FEW tokens, or after N_NARROWINGS passes
-# the columns of a sequence's settings: NAMES of decode/draw.py in the same order
+# the columns of a sequence's settings: SETTING_NAMES of decode/draw.py in the same order
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
 # rows of the scratch, float64 (N_SCRATCH, vocab_size); most of them are used as float32 or int64
 WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)

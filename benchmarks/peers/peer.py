@@ -4,7 +4,7 @@ import importlib
 from formats.families import family_of
 
 
-class Engine:
+class Peer:
     """
     An engine that is built from a model in memory. Each class uses the fastest way into its engine that we know.
 
