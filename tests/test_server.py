@@ -4,6 +4,7 @@ process; bodies that nobody would send on purpose. Some engines step when a test
 is compared with the model without cache.
 """
 import asyncio
+import inspect
 import json
 import re
 import signal
@@ -30,7 +31,9 @@ from small_engine import CHARS, drawing_engine, served_by, spelled, spelling_eng
 from starlette.requests import Request
 from test_api import events
 
+import serve
 from serving.api import APIError
+from serving.loading import load_engine
 from serving.server import ENDPOINTS, Service, make_app, read_key
 from tokenizer import CharTokenizer
 
@@ -769,3 +772,9 @@ def test_the_description_is_true():
                         call()
     assert {path for path, _ in called} == {e.path for e in ENDPOINTS} - {'/openapi.json'}
     assert expected <= called
+
+
+def test_load_engine_has_the_defaults_of_serve_py():
+    """Ray's replicas are given its settings by name."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(load_engine).parameters.items()}
+    assert defaults == {name: getattr(serve, name) for name in defaults}
