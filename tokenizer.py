@@ -20,6 +20,10 @@ GPT2 = {'kind': 'gpt2'}
 END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
 ROLES = 'bos_token', 'eos_token', 'unk_token', 'pad_token'
 PAIRS = 'vocab.json', 'merges.txt'
+MOST_TOKENS = 2**20  # of a tokenizer.json; the largest that are known have some 2**18
+SENTENCEPIECE = [  # the decoders of its tokenizer.json; the last one is there if a blank is put before each text
+    dict(type='Replace', pattern=dict(String='\u2581'), content=' '), dict(type='ByteFallback'), dict(type='Fuse'),
+    dict(type='Strip', content=' ', start=1, stop=0)]
 FIELDS = dict(chars=str, json=str, end_tokens=list, special_tokens=dict, chat_template=str, file_ids=dict,
               added_tokens=list)
 
@@ -147,6 +151,9 @@ class JSONTokenizer(Tokenizer):
         if not self.library.get_vocab(with_added_tokens=False):
             raise ValueError("the tokenizer.json has no tokens: is the download complete?")
         self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
+        if self.vocab_size > MOST_TOKENS:
+            raise ValueError(f"the tokenizer.json has a token with the id {self.vocab_size - 1:,}, and ids must be "
+                             f"below {MOST_TOKENS:,}: is the file damaged?")
         self.n_rows = self.vocab_size
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
         self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
@@ -226,13 +233,12 @@ def decoder_of(tokenizer_json):
     which it begins. ValueError if the decoder is none of these.
     """
     decoder = json.loads(tokenizer_json).get('decoder') or {}  # the library has read it
-    parts = [part.get('type') for part in decoder.get('decoders', ())]
-    if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
-        return 'SentencePiece', parts[3:] == ['Strip']
+    parts = decoder.get('decoders', [])
+    if parts in (SENTENCEPIECE, SENTENCEPIECE[:3]):
+        return 'SentencePiece', parts == SENTENCEPIECE
     if decoder.get('type') not in ('ByteLevel', 'Fuse'):
-        kind = ' '.join(map(str, [decoder.get('type'), *parts]))
-        raise ValueError(f"the decoder of the tokenizer.json is {kind}: only ByteLevel, Fuse and SentencePiece's "
-                         "(Replace, ByteFallback, Fuse, Strip) give each token a text of its own")
+        raise ValueError(f"the decoder of the tokenizer.json is {json.dumps(decoder):.300}: only ByteLevel, Fuse and "
+                         "SentencePiece's (Replace, ByteFallback, Fuse, Strip) give each token a text of its own")
     return decoder['type'], False
 
 

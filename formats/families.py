@@ -27,7 +27,7 @@ def config_args(hf):
     """
     family = hf.get('model_type')
     if family not in [*SIZES]:
-        raise ValueError(f"model_type is {family!r}, but only {', '.join(SIZES)} can be read")
+        raise ValueError(f"model_type is {family!r:.100}, but only {', '.join(SIZES)} can be read")
     missing = sorted(key for key in SIZES[family].values() if key not in hf)
     if missing:
         raise ValueError(f"it is not a {family}'s: it lacks {', '.join(missing)}")
@@ -43,7 +43,7 @@ def expect(hf, prefix='', **allowed):
     for key, values in allowed.items():
         value = hf.get(key, values[0])
         if value not in values:
-            raise ValueError(f"{prefix}{key} is {value!r}, which a GPT here cannot represent: it must be "
+            raise ValueError(f"{prefix}{key} is {value!r:.100}, which a GPT here cannot represent: it must be "
                              f"{' or '.join(map(repr, values))}")
 
 
@@ -82,7 +82,7 @@ def starcoder2(hf, args):
 def llama(hf, args):
     """Llama's family: llama, mistral, qwen2 and qwen3."""
     family, bias = hf['model_type'], False
-    expect(hf, hidden_act=('silu',), pretraining_tp=(1,))
+    expect(hf, hidden_act=('silu', 'swish'), pretraining_tp=(1, None))
     if family == 'llama':
         bias = hf.get('attention_bias', False)
         expect(dict(mlp_bias=False) | hf, mlp_bias=(bias,))
@@ -107,7 +107,7 @@ def window_of_llama(hf, args):
     if len(windowed) > 1 and (window or kinds):
         raise ValueError("some layers have a window and others have none, which a GPT here cannot represent "
                          f"({'layer_types' if kinds else f'max_window_layers is {first}'})")
-    return 0 if is_qwen and windowed == {False} else window
+    return 0 if windowed == {False} else window
 
 
 def window_of(hf, args):
@@ -117,16 +117,14 @@ def window_of(hf, args):
 
 def rotary(hf, args):
     """Heads and rotary positions: rope_theta and rope_scaling, or in newer files rope_parameters."""
-    n_kv_head = dict(mistral=8, qwen2=32, qwen3=32).get(hf['model_type'], args['n_head'])
-    values = {}
-    for key in ('rope_scaling', 'rope_parameters'):
-        given = typed(hf, key, dict, {})
-        kinds = 'default', 'llama3'
+    n_kv_head = dict(mistral=8, qwen2=32, qwen3=32, starcoder2=2).get(hf['model_type'], args['n_head'])
+    for key in ('rope_parameters', 'rope_scaling'):
+        given, kinds = typed(hf, key, dict, {}), ('default', 'llama3')
         expect(given, f'{key}.', rope_type=kinds, type=kinds, partial_rotary_factor=(1.0,))
-        values |= given
-    scaling = ()
+    values, scaling = hf.get('rope_scaling') or hf.get('rope_parameters') or {}, ()  # as in transformers, not both
     if 'llama3' in (values.get('rope_type'), values.get('type')):
-        scaling = tuple(values.get(name, 0) for name in LLAMA3)  # 0, which GPTConfig refuses
+        *factors, original = (values.get(name, 0) for name in LLAMA3)  # 0, which GPTConfig refuses
+        scaling = *factors, hf.get(LLAMA3[-1], original)
     return dict(position='rope', rope_theta=values.get('rope_theta', hf.get('rope_theta', 10000.0)),
                 rope_scaling=scaling, n_kv_head=hf.get('num_key_value_heads', n_kv_head) or args['n_head'],
                 head_dim=hf.get('head_dim', 128 if hf['model_type'] == 'qwen3' else 0) or 0)
@@ -137,7 +135,7 @@ def mpt(hf, args):
     expect(hf, logit_scale=(None,), no_bias=(True, False), norm_type=('low_precision_layernorm', 'layernorm'))
     expect(attention, 'attn_config.', alibi=(True,), alibi_bias_max=(8,), attn_type=('multihead_attention',),
            clip_qkv=(None, 0), qk_ln=(False,), qk_gn=(False,), prefix_lm=(False,), rope=(False,),
-           softmax_scale=(None, (args['n_embd'] / max(1, args['n_head'])) ** -0.5), sliding_window_size=(-1,))
+           softmax_scale=(None, (max(1, args['n_embd']) / max(1, args['n_head'])) ** -0.5), sliding_window_size=(-1,))
     n_inner = typed(hf, 'expansion_ratio', int, 4) * args['n_embd']
     return dict(position='alibi', bias=not hf.get('no_bias', True), gelu='none', n_inner=n_inner,
                 norm_eps=hf.get('layer_norm_epsilon', 1e-5))
@@ -156,7 +154,11 @@ def family_of(config):
         if c.qk_norm + c.qkv_bias + c.bias > 1 or c.window and c.bias:
             raise ValueError(f"qk_norm={c.qk_norm}, qkv_bias={c.qkv_bias}, bias={c.bias} and window={c.window}: no "
                              "family of Llama's kind has these together; use this model here")
-        return ('qwen3' if c.qk_norm else 'qwen2' if c.qkv_bias else 'mistral' if c.window else 'llama')
+        is_uneven = c.n_embd % c.n_head > 0  # transformers refuses such a llama
+        if is_uneven and c.bias:
+            raise ValueError(f"n_embd {c.n_embd}, n_head {c.n_head} and bias=True: transformers' llamas take an n_head "
+                             "that divides n_embd; use this model here")
+        return ('qwen3' if c.qk_norm else 'qwen2' if c.qkv_bias else 'mistral' if c.window or is_uneven else 'llama')
     if (c.norm, c.mlp, c.qk_norm, c.qkv_bias and not c.bias) != ('layer', 'gelu', False, False) or (
             c.head_dim * c.n_head != c.n_embd):
         raise ValueError(f"norm={c.norm}, mlp={c.mlp}, position={c.position}, head_dim={c.head_dim}, "

@@ -100,10 +100,12 @@ class GGUFFile:
         try:
             with open(path, 'rb') as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 header, size = Header(data), len(data)
-            self.fields, align = header.fields, header.fields.get('general.alignment', 32)
+            self.fields, align = header.fields, typed(header.fields, 'general.alignment', int, 32)
             first = -(-header.at // align) * align
             for name, (shape, kind, offset) in header.tensors.items():
                 kind = gguf.GGMLQuantizationType(kind)
+                if not all(0 < n < 2**40 for n in shape) or offset % align:
+                    raise ValueError(f"{name} has the shape {shape!s:.50} and begins at byte {offset} of the weights")
                 row_bytes, = gguf.quant_shape_to_byte_shape(shape[-1:], kind)
                 self.tensors[name] = Tensor(kind, shape, first + offset, row_bytes)
                 if first + offset + math.prod(shape[:-1]) * row_bytes > size:
@@ -121,13 +123,14 @@ class GGUFFile:
         """What config.json would say. ValueError names what a GPT here cannot represent."""
         architecture = self.fields.get('general.architecture')
         if architecture not in ARCHITECTURES:
-            raise ValueError(f"general.architecture is {architecture!r}, but only {', '.join(ARCHITECTURES)} are read")
+            raise ValueError(f"general.architecture is {architecture!r:.100}, but only {', '.join(ARCHITECTURES)} are "
+                             "read")
         expect(self.fields, **{'general.type': ('model',), 'split.count': (0, 1)})
         prefix = architecture + '.'
         of = {key.removeprefix(prefix): value for key, value in self.fields.items() if key.startswith(prefix)}
         expect(of, prefix, **{key: (0,) for key in sorted(of) if key not in KNOWN})
         sizes = {name: typed(of, key, int) for name, key in KEYS.items()}
-        head_dim = of.get('attention.key_length') or sizes['n_embd'] // max(1, sizes['n_head'])
+        head_dim = typed(of, 'attention.key_length', int, 0) or sizes['n_embd'] // max(1, sizes['n_head'])
         expect(of, prefix, **{'attention.value_length': (head_dim,), 'rope.dimension_count': (head_dim,),
                               'attention.causal': (True,), 'rope.scaling.type': ('none',), 'rope.scaling.factor': (1,)})
         n_kv_head, window = (typed(of, f'attention.{key}', int, 0) for key in ('head_count_kv', 'sliding_window'))
@@ -156,11 +159,14 @@ class GGUFFile:
         """
         if FREQUENCIES not in self.tensors:
             return None
+        if self.tensors[FREQUENCIES].shape != (head_dim // 2,):
+            raise ValueError(f"{FREQUENCIES} has the shape {self.tensors[FREQUENCIES].shape}, but must have a number "
+                             f"for each pair of the {head_dim} channels of a head")
         slower, plain = self.numbers(FREQUENCIES, torch.float32), rotary_frequencies(head_dim, theta)
         for original in (2**k for k in range(4, 21)):
             values = slower.max().item(), 1.0, 4.0, original
             of_values = plain / rotary_frequencies(head_dim, theta, values)
-            if of_values.shape == slower.shape and torch.allclose(of_values.float(), slower, 1e-5):
+            if torch.allclose(of_values.float(), slower, 1e-5):
                 return dict(rope_type='llama3', **dict(zip(LLAMA3, values)))
         raise ValueError(f"{FREQUENCIES} are not those of Llama 3, which a GPT here cannot represent")
 
@@ -187,11 +193,17 @@ class GGUFFile:
     @cached_property
     def weights(self):
         self.fields = {key: value for key, value in self.fields.items() if type(value) is not list}  # tokens, merges
-        is_bfloat16 = self.tensors[EMBEDDING].kind == self.gguf.GGMLQuantizationType.BF16
-        dtype = torch.bfloat16 if is_bfloat16 else torch.float32  # in which all numbers of the file are what they are
+        dtype = torch.bfloat16 if all(map(self.is_bfloat16, self.tensors)) else torch.float32
         of_names = {name: theirs for theirs, name in self.names.items()}
         return {of_names.get(name, name): torch.empty(tensor.shape, dtype=dtype, device='meta')
                 for name, tensor in self.tensors.items() if name != FREQUENCIES}
+
+    def is_bfloat16(self, name):
+        """Are the numbers of a tensor bfloat16? Those of a norm may be, in a wider type."""
+        if len(self.tensors[name].shape) > 1:
+            return self.tensors[name].kind == self.gguf.GGMLQuantizationType.BF16
+        w = self.numbers(name, torch.float32)
+        return name == FREQUENCIES or torch.equal(w, w.bfloat16().float())
 
     @property
     def is_rounded(self):

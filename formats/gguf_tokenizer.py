@@ -4,9 +4,10 @@ The tokenizer in a GGUF file, as the state of one of tokenizer.py.
 Sources: src/llama-vocab.cpp in https://github.com/ggml-org/llama.cpp, and generate_merges of transformers.
 """
 import json
+from contextlib import suppress
 
-from formats.families import expect
-from tokenizer import ROLES, template_of
+from formats.families import expect, typed
+from tokenizer import ROLES, SENTENCEPIECE, template_of
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
 IDS = 'bos_token_id', 'eos_token_id', 'unknown_token_id', 'padding_token_id'  # of ROLES
@@ -22,6 +23,7 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 LATER_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
                r"\s+(?!\S)|\s+")
 LLAMA3_RULES = 'llama-bpe', 'llama3', 'llama-v3', 'smaug-bpe'
+TO_HF = "export with --to=hf, and convert that folder with its convert_hf_to_gguf.py"
 RULES = {  # of tokenizer.ggml.pre: what a text is split by, one after the other, before pairs are merged
     **dict.fromkeys(('gpt-2', 'mpt', 'phi-2'), [WORDS]),
     **dict.fromkeys(('smollm', 'starcoder', 'refact', 'codeshell'), [r'\p{N}', WORDS]),
@@ -38,11 +40,11 @@ def gguf_tokenizer(fields):
     ValueError, which names it, for another kind or a rule that is not known.
     """
     given = {key.removeprefix('tokenizer.ggml.'): value for key, value in fields.items() if 'tokenizer.ggml.' in key}
-    kind, tokens = given.get('model', 'none'), given.get('tokens', [])
+    kind, tokens = given.get('model', 'none'), typed(given, 'tokens', list, [])
     if kind in ('none', 'no_vocab'):
         return {'kind': 'unknown'}
     expect(given, 'tokenizer.ggml.', model=('gpt2', 'llama', 'rwkv'), remove_extra_whitespaces=(False,))
-    types = given.get('token_type', [1] * len(tokens))
+    types = typed(given, 'token_type', list, [1] * len(tokens))
     if not tokens or len(types) != len(tokens) or not all(isinstance(text, str) and len(text) <= LONGEST
                                                           for text in tokens):
         raise ValueError(f"its tokenizer.ggml.tokens must be texts of at most {LONGEST:,} characters, each with a type")
@@ -54,14 +56,15 @@ def gguf_tokenizer(fields):
         return {'kind': 'char', 'chars': ''.join(chars)}
     types = [CONTROL if text in END_TEXTS else type for text, type in zip(tokens, types)]
     vocab = {text: i for i, (text, type) in enumerate(zip(tokens, types)) if type != UNUSED}
-    ids = {role: given[key] for role, key in zip(ROLES, IDS) if given.get(key) in range(len(tokens))}
+    known = {key: i for key, i in given.items() if type(i) is int and i in range(len(tokens))}
+    ids = {role: known[key] for role, key in zip(ROLES, IDS) if key in known}
     content = byte_pairs(given, vocab) if kind == 'gpt2' else sentencepiece(given, vocab, tokens, ids)
     content['added_tokens'] = [dict(id=i, content=text, special=types[i] == CONTROL, **FLAGS)
                                for text, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED)]
     adds_bos = given.get('add_bos_token', kind == 'llama' or given.get('pre') in LLAMA3_RULES)
     around = [ids.get('bos_token') if adds_bos else None, ids.get('eos_token') if given.get('add_eos_token') else None]
     content['post_processor'] = template(around, tokens) if around != [None, None] else None
-    ends = [given[key] for key in ENDS if given.get(key) in range(len(tokens))]
+    ends = [known[key] for key in ENDS if key in known]
     ends += [i for text, i in vocab.items() if text in END_TEXTS]
     state = dict(kind='json', json=json.dumps(content), end_tokens=[*dict.fromkeys(ends)],
                  special_tokens={role: tokens[i] for role, i in ids.items()},
@@ -74,16 +77,21 @@ def gguf_tokenizer(fields):
 
 def byte_pairs(given, vocab):
     """The tokenizer.json of byte pairs as those of GPT-2, with the rule that the file names."""
-    rule = given.get('pre', 'default')
+    rule, merges = given.get('pre', 'default'), typed(given, 'merges', list, [])
     if rule not in [*RULES]:
         raise ValueError(f"tokenizer.ggml.pre is {rule!r}, a rule that is not known here: use its Hugging Face folder")
     splits = [dict(type='Split', pattern=dict(Regex=regex), behavior='Isolated', invert=False) for regex in RULES[rule]]
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
     return dict(
         version='1.0', decoder=byte_level,
-        normalizer=dict(type='NFC') if rule == 'qwen2' else None,  # as Qwen's own; llama.cpp leaves it out
+        normalizer=normalizer_of(rule) and dict(type=normalizer_of(rule)),
         pre_tokenizer=dict(type='Sequence', pretokenizers=[*splits, byte_level]),
-        model=dict(type='BPE', vocab=vocab, merges=given.get('merges', []), ignore_merges=rule in LLAMA3_RULES))
+        model=dict(type='BPE', vocab=vocab, merges=merges, ignore_merges=rule in LLAMA3_RULES))
+
+
+def normalizer_of(rule):
+    """That of Qwen's own tokenizer.json, which llama.cpp leaves out, or None."""
+    return 'NFC' if rule == 'qwen2' else None
 
 
 def rule_of(content):
@@ -96,32 +104,40 @@ def rule_of(content):
         known = dict(Split=[part.get('pattern', {}).get('Regex')], Digits=[r'\p{N}'],
                      ByteLevel=[WORDS] * part.get('use_regex', True))
         splits += known.get(part.get('type'), [part.get('type')]) if expected.items() <= part.items() else [part]
-    names = [name for name, rule in RULES.items() if rule == splits]
     normalizer = (content.get('normalizer') or {}).get('type')
-    if not names or model.get('type') != 'BPE' or model.get('byte_fallback') or normalizer not in (None, 'NFC'):
-        raise ValueError(f"this tokenizer.json splits texts by {splits}, and none of llama.cpp's rules that are known "
-                         "here does: export with --to=hf, and convert that folder with its convert_hf_to_gguf.py")
+    names = [name for name, rule in RULES.items() if rule == splits and normalizer == normalizer_of(name)]
+    is_plain = model.get('type') == 'BPE' and not model.get('byte_fallback') and not any(
+        token.get(flag) for token in content.get('added_tokens', ()) for flag in FLAGS if flag != 'normalized')
+    if not names or not is_plain:
+        raise ValueError(f"this tokenizer.json splits texts by {splits} (normalizer {normalizer}), and none of "
+                         "llama.cpp's rules that are known here does; or it has tokens other than byte pairs, or some "
+                         f"that take blanks beside them: {TO_HF}")
     return names[0]
+
+
+def is_of_qwen(content):
+    """Does a tokenizer.json, a dict, split texts as Qwen's own?"""
+    with suppress(ValueError):
+        return rule_of(content) == 'qwen2'
+    return False
 
 
 def sentencepiece(given, vocab, tokens, ids):
     """The tokenizer.json of a SentencePiece vocabulary: the pair whose token has the highest score is merged first."""
-    scores = given.get('scores', [])
-    if len(scores) != len(tokens):
-        raise ValueError(f"it has {len(tokens)} tokens, but {len(scores)} scores: is the download complete?")
+    scores = typed(given, 'scores', list, [])
+    if [*map(type, scores)] != [float] * len(tokens):
+        raise ValueError(f"it has {len(tokens)} tokens, but {len(scores)} scores, or some that are no floats: is the "
+                         "download complete?")
     merges = [(scores[i], k, [text[:k], text[k:]]) for text, i in vocab.items() for k in range(1, len(text))
               if text[:k] in vocab and text[k:] in vocab]
     merges.sort(key=lambda merge: (-merge[0], -merge[1]))
     blank, prefix = '\u2581', given.get('add_space_prefix', True)
     before = [dict(type='Prepend', prepend=blank)] if prefix else []
-    behind = [dict(type='Strip', content=' ', start=1, stop=0)] if prefix else []
     return dict(
         version='1.0', pre_tokenizer=None,
         normalizer=dict(type='Sequence', normalizers=[
             *before, dict(type='Replace', pattern=dict(String=' '), content=blank)]),
-        decoder=dict(type='Sequence', decoders=[
-            dict(type='Replace', pattern=dict(String=blank), content=' '), dict(type='ByteFallback'), dict(type='Fuse'),
-            *behind]),
+        decoder=dict(type='Sequence', decoders=SENTENCEPIECE if prefix else SENTENCEPIECE[:3]),
         model=dict(type='BPE', vocab=vocab, merges=[pair for _, _, pair in merges], byte_fallback=True, fuse_unk=True,
                    unk_token=tokens[ids['unk_token']] if 'unk_token' in ids else None))
 

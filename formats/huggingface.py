@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+import sys
 import tempfile
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from formats.families import LLAMA3, SIZES, family_of
+from formats.gguf_tokenizer import is_of_qwen
 from formats.names import CONV1D, HUGGING_FACE
 from formats.tokenizer_files import check_vocabulary, huggingface_tokenizer
 from formats.weights import named_weights, with_all_heads
@@ -49,6 +51,9 @@ def to_huggingface(model, folder, tokenizer=None):
                                                clean_up_tokenization_spaces=False,
                                                # no token_type_ids: GPT-2 would add their embeddings
                                                model_input_names=['input_ids', 'attention_mask'])
+        if family == 'qwen2' and not is_of_qwen(files['tokenizer.json']):
+            print(f"AutoTokenizer of transformers 5 reads no rules from a qwen2's tokenizer.json, and gives other ids: "
+                  f"use PreTrainedTokenizerFast.from_pretrained({folder!r})", file=sys.stderr)
         if not isinstance(tokenizer, JSONTokenizer):
             files['meta.json'] = tokenizer.state()
         if ids.get('generation_config.json'):

@@ -14,7 +14,7 @@ from formats.from_gguf import GGUFFile
 from formats.gguf_files import is_gguf
 from formats.hub import GPT2_NAMES, local_path
 from formats.names import CONV1D, HUGGING_FACE
-from formats.weights import check_weights, once
+from formats.weights import check_weights, common_dtype, once
 from tokenizer import GPT2, read_downloaded, state_of_dataset
 
 MASKS = '.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq'  # no weights: old versions of transformers saved them
@@ -31,8 +31,9 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
 
     model_type: its path, or its name on the hub, see `files_of`; or what that returns, which then is read once.
     GPT, GPTConfig: the classes of model.py, or of a model that inherits from it. override_args may set dropout. dtype:
-    of the weights; None keeps that of the files, and for a GGUF file's rounded numbers is float32. Weights that are the
-    same here and in a folder are not copied: they stay memory-mapped, and are read when they are first used.
+    of the weights; None keeps that of the files, see `common_dtype`, and for a GGUF file's rounded numbers is float32.
+    Weights that are the same here and in a folder are not copied: they stay memory-mapped, and are read when they are
+    first used.
     lazy: matrices are on the device meta, and their `read()` reads them; but for embeddings, unless they are lm_head
     too and a GGUF file's rounded numbers. Embeddings of such numbers are bfloat16. So a model that is packed is at no
     moment in memory as a whole.
@@ -55,7 +56,9 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
         if not config.bias and config.norm == 'layer':  # the layer norms of a starcoder2 have one in any case
             config.bias = any(files.read(name, torch.float32).any() for name in weights if name.endswith('norm.bias'))
         check_weights(config, names, weights)
-        model, dtype = meta_model(GPT, config), dtype or weights[embedding].dtype
+        model = meta_model(GPT, config)
+        dtype = dtype or common_dtype([w for name, w in weights.items() if w.dtype in DTYPES
+                                       and not name.endswith(MASKS)] or [weights[embedding]])
         if lazy and dtype is not torch.bfloat16:  # these two dtypes can be packed
             dtype = torch.float32
         state_dict = state_dict_of(model, files, dtype, lazy)
@@ -127,8 +130,8 @@ class Files:
     def __init__(self, folder, is_gpt2=False):
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
-            found = ("a file, but no GGUF" if os.path.isfile(folder) else "a folder without a model"
-                     if os.path.isdir(folder) else "no file and no folder here")
+            found = ("a file, but no GGUF" if os.path.isfile(folder) else "a folder without a model that can be read "
+                     "(pickles, *.bin, are not)" if os.path.isdir(folder) else "no file and no folder here")
             raise ValueError(f"{folder!r} is {found}: give {', '.join(GPT2_NAMES)}, a folder with config.json and "
                              "*.safetensors, or with ckpt.pt, a GGUF file, or owner/name of a model on the hub")
         index = os.path.join(folder, 'model.safetensors.index.json')
@@ -157,8 +160,8 @@ class Files:
                 pairs += [(key, file.get_tensor(key)) for key in file.keys()]
             except Exception as e:  # errors of safetensors and of the file system all mean this
                 raise ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): is the download complete?") from e
-        is_turned = self.config['model_type'] == 'gpt2'
-        return {name: w.t() if is_turned and name.endswith(CONV1D) else w for name, w in once(pairs).items()}
+        turned = CONV1D if self.config['model_type'] == 'gpt2' else ()
+        return {name: w.t() if name.endswith(turned) and w.dim() == 2 else w for name, w in once(pairs).items()}
 
     def read(self, name, dtype):
         """A tensor. ValueError if it is not of numbers that can be used."""

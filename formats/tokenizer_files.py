@@ -1,7 +1,7 @@
 """Tokenizers in the files of other projects: tokenizer.json, and the vocabulary in a GGUF file."""
 import json
 
-from formats.gguf_tokenizer import FLAGS, rule_of
+from formats.gguf_tokenizer import FLAGS, TO_HF, rule_of
 from tokenizer import END_OF_TEXT, ROLES, CharTokenizer, JSONTokenizer, byte_level_alphabet
 
 PAD = '<|pad|>'
@@ -98,14 +98,27 @@ def add_byte_pairs(writer, tokenizer, vocab_size):
              TokenType.USER_DEFINED if i in tokenizer.added_ids else TokenType.NORMAL for i, name in enumerate(names)]
     writer.add_token_list([rf'\xff{i}' if name is None else name for i, name in enumerate(names)])
     writer.add_token_types(types)
-    begin, ends = library.token_to_id(tokenizer.special_tokens.get('bos_token', END_OF_TEXT)), tokenizer.end_tokens
+    before, behind = around(library)
+    begin = before[0] if before else library.token_to_id(tokenizer.special_tokens.get('bos_token', END_OF_TEXT))
+    ends = sorted(tokenizer.end_tokens, key=lambda i: [i] != behind)
     for role, i in zip(('bos', 'eos', 'eot'), (begin, *ends[:2])):
         if i is not None:
             getattr(writer, f'add_{role}_token_id')(i)
-    writer.add_add_bos_token(bool(tokenizer.begins))
+    if len(before) > 1 or behind not in ([], ends[:1]):
+        raise ValueError(f"this tokenizer.json puts the tokens {before} before a text and {behind} behind it, and with "
+                         f"a GGUF file there can be one before it and an end behind it: {TO_HF}")
+    writer.add_add_bos_token(bool(before))
+    writer.add_add_eos_token(bool(behind))
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template.source)
     return 'gpt2'
+
+
+def around(library):
+    """The ids that a tokenizer of the tokenizers library puts before a text and behind it: two lists."""
+    whole, text = (library.encode('a', add_special_tokens=adds).ids for adds in (True, False))
+    n = next(n for n in range(len(whole) + 1) if whole[n:n + len(text)] == text)
+    return whole[:n], whole[n + len(text):]
 
 
 def byte_pairs(bpe):

@@ -1,4 +1,6 @@
 """The weights of a GPT as other projects have them: with all heads, biases and positions."""
+from functools import reduce
+
 import torch
 
 
@@ -21,6 +23,13 @@ def once(weights):
 
 def same(a, b):
     return a.data_ptr() == b.data_ptr() or torch.equal(a, b)  # NaN is not equal to itself
+
+
+def common_dtype(weights):
+    """The dtype of matrices, and of norms that are in a wider one, if it has all of their numbers."""
+    dtype = reduce(torch.promote_types, {w.dtype for w in weights if w.dim() > 1} or {weights[0].dtype})
+    wider = [w for w in weights if w.dtype != dtype and not torch.equal(w, w.to(dtype).to(w.dtype))]
+    return reduce(torch.promote_types, [w.dtype for w in wider], dtype)
 
 
 def check_weights(config, names, weights):

@@ -37,6 +37,7 @@ FAMILIES = [  # config, the family of transformers that computes the same
     (LLAMA3 | dict(tied=False, rope_scaling=(32.0, 1.0, 4.0, 64), head_dim=16), 'llama'),
     (MISTRAL | dict(rope_scaling=(8.0, 1.0, 4.0, 32)), 'mistral'),
     (MISTRAL | dict(tied=True, head_dim=6, window=23, n_kv_head=1), 'mistral'),
+    (UNTIED | dict(n_embd=40, n_head=3, n_kv_head=1, head_dim=16), 'mistral'),  # a llama's n_head divides its n_embd
     (QWEN2, 'qwen2'), (QWEN2 | dict(tied=False, window=5), 'qwen2'),
     (QWEN3, 'qwen3'), (QWEN3 | dict(tied=True, window=9, n_inner=37), 'qwen3'),
 ]

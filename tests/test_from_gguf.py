@@ -87,6 +87,14 @@ def test_a_window_that_a_file_names(tmp_path, config, architecture):
     assert torch.equal(logits(back, idx), logits(model, idx))
 
 
+def with_norms_of_bfloat16(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.copy_(p.bfloat16())
+    return model
+
+
 BLOCKS = dict(LLAMA, n_embd=256, n_inner=512, n_head=2, n_kv_head=2, head_dim=128)  # all kinds have 256 numbers at most
 
 
@@ -94,7 +102,7 @@ BLOCKS = dict(LLAMA, n_embd=256, n_inner=512, n_head=2, n_kv_head=2, head_dim=12
 def test_each_type_of_numbers(tmp_path, monkeypatch, kind):
     """Also where a matrix is read in parts, of which the last one is shorter. llama.cpp computes the same."""
     path, kind, tensors = tmp_path / 'model.gguf', gguf.GGMLQuantizationType[kind], {}
-    formats.to_gguf(gpt(**BLOCKS), path)
+    formats.to_gguf(with_norms_of_bfloat16(gpt(**BLOCKS)), path)
     source, draw = GGUFFile(str(path)), np.random.default_rng(0)
     for name, tensor in source.tensors.items():
         if len(tensor.shape) == 2:
@@ -120,6 +128,18 @@ def test_each_type_of_numbers(tmp_path, monkeypatch, kind):
     ours, scores = logits(model.float(), idx)[0], torch.tensor(theirs.scores[:24])
     bound = dict(F16=0.01, BF16=0.04).get(kind.name, 0.2)  # it rounds activations too: to 8 bits beside blocks
     assert (ours - scores).std() < bound * scores.std()
+
+
+def test_matrices_of_two_types_lose_nothing(tmp_path):
+    """The embeddings alone are bfloat16, or the norms alone are not."""
+    path, BF16 = tmp_path / 'model.gguf', gguf.GGMLQuantizationType.BF16
+    for norms_too, model in ((False, gpt(**BLOCKS)), (True, with_norms_of_bfloat16(gpt(**BLOCKS)))):
+        formats.to_gguf(model, path)
+        rewrite(path, tensors={'token_embd.weight': (gguf.quantize(model.lm_head.weight.detach().numpy(), BF16), BF16)})
+        back = load(path)
+        assert all(p.dtype is torch.float32 for p in back.parameters())
+        assert all(torch.equal(p, q) for (name, p), q in zip(back.named_parameters(), model.parameters())
+                   if 'wte' not in name)
 
 
 @pytest.mark.parametrize('config, weights', [(UNTIED, 'int8'), (LLAMA, 'int4'), (QWEN2, 'bfloat16'),
@@ -172,6 +192,10 @@ REFUSED = [  # fields and tensors of a llama that are changed, what the line has
     ({'llama.rope.freq_base': 'x'}, {}, 'rope.freq_base must be of type float'),
     ({'llama.attention.layer_norm_rms_epsilon': None}, {}, 'norm_eps must be between 0 and 1, not None'),
     ({}, {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'rope_freqs.weight are not those of Llama 3'),
+    ({'llama.attention.key_length': 2**30, 'llama.attention.value_length': None, 'llama.rope.dimension_count': None},
+     {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'must have a number for each pair of the 1073741824'),
+    ({'llama.attention.key_length': '8'}, {}, "attention.key_length must be of type int, not '8'"),
+    ({'general.alignment': 1.5}, {}, 'general.alignment must be of type int, not 1.5'),
     ({}, {'token_embd.weight': None}, 'it lacks the weights token_embd.weight'),
     ({}, {'blk.1.ffn_up.weight': None}, 'it lacks the weights layers.1.mlp.up_proj.weight'),
     ({}, {'blk.0.attn_sinks.weight': (np.float32([1]), F32)}, 'no place for: blk.0.attn_sinks.weight'),
@@ -180,6 +204,8 @@ REFUSED = [  # fields and tensors of a llama that are changed, what the line has
     ({'tokenizer.ggml.model': 't5'}, {}, "tokenizer.ggml.model is 't5'"),
     ({'tokenizer.ggml.pre': 'unheard-of'}, {}, "tokenizer.ggml.pre is 'unheard-of', a rule that is not known here"),
     ({'tokenizer.ggml.tokens': [7]}, {}, 'tokenizer.ggml.tokens must be texts'),
+    *[({f'tokenizer.ggml.{key}': 7}, {}, f'{key} must be of type list, not 7') for key in ('tokens', 'token_type')],
+    ({'tokenizer.ggml.model': 'llama', 'tokenizer.ggml.scores': ['x'] * 300}, {}, 'or some that are no floats'),
 ]
 
 

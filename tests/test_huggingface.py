@@ -12,6 +12,7 @@ from example_models import (
     HARD,
     LLAMA,
     MISTRAL,
+    QWEN2,
     QWEN3,
     ROPE,
     SCALED,
@@ -110,6 +111,17 @@ def test_characters_in_hugging_faces_tokenizer(tmp_path):
     # where there is no space, it becomes the first character
     formats.to_huggingface(gpt(**HARD | dict(vocab_size=3)), tmp_path / 'hf', CharTokenizer('abc'))
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')('bxc')['input_ids'] == [1, 0, 2]
+
+
+def test_a_qwen2_says_how_another_tokenizer_is_loaded(tmp_path, capsys):
+    """AutoTokenizer gives it Qwen's rules."""
+    ours = CharTokenizer.of_text(TEXT)
+    formats.to_huggingface(gpt(**QWEN2 | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
+    assert 'use PreTrainedTokenizerFast' in capsys.readouterr().err
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / 'hf')
+    assert theirs(TEXT)['input_ids'] == ours.encode(TEXT)
+    formats.to_huggingface(gpt(**UNTIED | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize('config', [EASY, LLAMA])

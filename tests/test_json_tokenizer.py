@@ -62,8 +62,12 @@ def test_vocab_size_is_the_largest_id_and_one():
     ('half a {', 'cannot be read'),
     ('{"model": {}}', 'cannot be read'),
     (lambda c: c | dict(decoder=dict(type='Metaspace', replacement='▁', prepend_scheme='always', split=True)),
-     'decoder of the tokenizer.json is Metaspace'),
-    (lambda c: c | dict(decoder=None), 'decoder of the tokenizer.json is None'),
+     'decoder of the tokenizer.json is .*Metaspace'),
+    (lambda c: c | dict(decoder=None), 'decoder of the tokenizer.json is {}'),
+    (lambda c: c | dict(decoder=dict(type='Sequence', decoders=[
+        dict(type='Replace', pattern=dict(String='_'), content='-'), dict(type='ByteFallback'), dict(type='Fuse')])),
+     'decoder of the tokenizer.json is .*ByteFallback'),
+    (lambda c: c | dict(model=c['model'] | dict(vocab=c['model']['vocab'] | dict(zz=2**32 - 1))), 'id 4,294,967,295'),
     (lambda c: c | dict(post_processor=dict(type='TemplateProcessing', pair=[], special_tokens={}, single=[
         dict(SpecialToken=dict(id='<s>', type_id=0))])), 'cannot be read'),
 ])

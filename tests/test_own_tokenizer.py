@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import TINY, run
 from download_server import Files, serving
-from example_models import LLAMA, gpt, sentencepiece_tokenizer
+from example_models import LLAMA, gpt, json_tokenizer, sentencepiece_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -120,11 +120,36 @@ def test_the_rule_of_a_tokenizer_json_is_that_of_the_gguf_file_of_the_same_model
     content['pre_tokenizer'] = dict(type='Sequence', pretokenizers=[digits, content['pre_tokenizer']])
     assert rule_of(content) == 'smollm' and RULES['smollm'][0] == r'\p{N}'
     prefix = dict(type='ByteLevel', add_prefix_space=True)
-    for change in (dict(normalizer=dict(type='Lowercase')), dict(pre_tokenizer=dict(type='Whitespace')),
+    stripping = dict(id=0, content='<|endoftext|>', lstrip=True)
+    for change in (dict(normalizer=dict(type='Lowercase')), dict(normalizer=dict(type='NFC')),  # which Qwen's has alone
+                   dict(added_tokens=[stripping]), dict(pre_tokenizer=dict(type='Whitespace')),
                    dict(pre_tokenizer=prefix), dict(pre_tokenizer=dict(type='Sequence', pretokenizers=[
                        dict(type='Digits', individual_digits=False), prefix | dict(add_prefix_space=False)]))):
         with pytest.raises(ValueError, match='none of llama.cpp'):
             rule_of(content | change)
+
+
+@pytest.mark.parametrize('before, behind, ends', [
+    ([1], [], [2]), ([], [2], [2]), ([1], [2], [2]), ([3], [2], [3, 2]), ([0], [0], [0]), ([], [], [2]),
+    ([1, 3], [], None), ([], [3], None), ([], [2, 2], None)])
+def test_a_gguf_file_puts_the_same_tokens_around_a_text(tmp_path, before, behind, ends):
+    """Or it is not written: one token may stand before a text, and one that ends a text behind it."""
+    names, path = ['<|endoftext|>', '<s>', '</s>', '<x>'], str(tmp_path / 'm.gguf')
+    plain = json_tokenizer(TEXT, 300, names)
+    content, a = json.loads(plain.json), [dict(Sequence=dict(id='A', type_id=0))]
+    around = [[dict(SpecialToken=dict(id=names[i], type_id=0)) for i in ids] for ids in (before, behind)]
+    content['post_processor'] = dict(
+        type='TemplateProcessing', single=around[0] + a + around[1], pair=a,
+        special_tokens={name: dict(id=name, ids=[i], tokens=[name]) for i, name in enumerate(names)})
+    made = JSONTokenizer(json.dumps(content), ends or [2])
+    if ends is None:
+        with pytest.raises(ValueError, match='a GGUF file there can be one'):
+            formats.to_gguf(gpt(**LLAMA), path, tokenizer=made)
+        return
+    formats.to_gguf(gpt(**LLAMA), path, tokenizer=made)
+    back = checkpoints.tokenizer_named(path)
+    assert back.encode(STORY) == made.encode(STORY) == [*before, *plain.encode(STORY), *behind]
+    assert {*ends} <= {*back.end_tokens}
 
 
 def test_texts_end_with_a_token_that_has_no_bytes(tmp_path):
