@@ -115,7 +115,7 @@ class Reader:
         text = self.held.strip().removeprefix('<|python_tag|>').lstrip()
         if not (last or self.is_text) and text[:1] in ('', '{'):
             return []
-        calls = None if self.is_text else self.calls_in(text)
+        calls = self.calls_in(text) if text[:1] == '{' and not self.is_text else None
         self.is_text, said, self.held = calls is None, self.held, ''
         return [said] * bool(said) if calls is None else calls
 
@@ -155,8 +155,6 @@ class Reader:
     def calls_in(self, text):
         """The calls of a text, one object or list after the other; None if it is anything else."""
         values, calls = [], []
-        if not text.strip():
-            return None
         try:
             while text := text.lstrip(' \t\r\n,;'):
                 value, end = DECODER.raw_decode(text)
@@ -172,6 +170,8 @@ class Reader:
                 arguments.encode()  # no lone surrogates
                 calls.append(Call(f'call_{secrets.token_hex(12)}', value['name'], arguments))
         except (ValueError, KeyError, AttributeError, RecursionError):
+            return None
+        if not values:
             return None
         calls = calls[:self.most]
         self.most -= len(calls)

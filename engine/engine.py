@@ -105,7 +105,7 @@ class Engine:
                      prompt_logits and not i, logprobs, most_ahead, logits_from)
             for i in range(n)]
         for s in sequences if constraint else ():
-            s.constraint = constraint.for_sample(s.settings.stop_ids)
+            s.constraint = constraint.for_sample(s.settings.stop_ids, settings.min_tokens)
             s.settings.allowed = s.constraint.allowed
         if max_new_tokens == 0 and not (prompt_logits and len(prompt) > 1):  # nothing of them is to be computed
             for s in sequences:

@@ -91,7 +91,8 @@ class TextChoice(Choice):
     def __init__(self, index, prompt, body, served):
         super().__init__(index, prompt, body, served)
         prompt_text = served.tokenizer.decode(prompt) if body.echo or self.has_logprobs else ''
-        self.offset = len(prompt_text)
+        self.offset = self.n_echoed = len(prompt_text)
+        self.left_out = served.tokenizer.special_ids if body.skip_special_tokens else ()  # of what is drawn
         if body.echo:  # a text may lack the blank of its first token
             self.pieces = [prompt_text]
             self.offset -= len(b''.join([served.token_bytes[token] for token in prompt]).decode('utf-8', 'replace'))
@@ -111,7 +112,8 @@ class TextChoice(Choice):
             data = self.served.token_bytes[token]
             tokens.append(name_of_token(data))
             offsets.append(max(0, self.offset))
-            self.offset += len(self.characters.decode(data))
+            if self.offset < self.n_echoed or token not in self.left_out:
+                self.offset += len(self.characters.decode(data))
             if found is None:  # of the first token: nothing predicts it
                 token_logprobs.append(None)
                 top_logprobs.append(None)

@@ -45,7 +45,7 @@ class DeadEnd(ValueError):
 class Constraint:
     """
     Which tokens of a sample may come next. beginning: llguidance's matcher after no token. ends: the tokens that end
-    the sample, allowed where the text may end.
+    the sample, allowed where the text may end; the draw takes them after min_tokens others only.
 
     allowed: a bitmap, see `decode.draw.DrawSettings`, after so many drawn tokens of the sample: n_taken, or None where
     it is not written yet. is_complete: may nothing follow? error: None, or why the text cannot go on: a `DeadEnd` where
@@ -53,15 +53,18 @@ class Constraint:
     that was not allowed.
     """
 
-    def __init__(self, vocabulary, beginning, ends=()):
-        self.vocabulary, self.beginning, self.matcher = vocabulary, beginning, None
+    def __init__(self, vocabulary, beginning, ends=(), min_tokens=0):
+        self.vocabulary, self.beginning, self.matcher, self.min_tokens = vocabulary, beginning, None, min_tokens
         self.allowed, self.ends = bitmap([], vocabulary.end), bitmap(ends, vocabulary.end)
         self.n_taken, self.n_new, self.is_complete, self.error = None, 0, False, None
 
-    def for_sample(self, ends):
-        new = Constraint(self.vocabulary, self.beginning, ends)
+    def for_sample(self, ends, min_tokens=0):
+        """One that has taken nothing. Its error, if nothing can be drawn."""
+        new = Constraint(self.vocabulary, self.beginning, ends, min_tokens)
         new.take(())
         new.write([new])
+        if new.error:
+            raise new.error
         return new
 
     def take(self, drawn):
@@ -85,6 +88,9 @@ class Constraint:
             c.allowed &= ~vocabulary.end_bit
             if c.matcher.is_error():
                 c.error = dead_end_of(line_of(c.matcher.get_error()))
+            elif c.n_new < c.min_tokens and c.allowed.any() and not (c.allowed & ~c.ends).any():
+                c.error = DeadEnd(f"the text must have {c.min_tokens} tokens before one that ends it, and all that its "
+                                  "form allows next are such: lower min_tokens, or name fewer stop tokens")
             c.is_complete = bool(c.error) or not c.allowed.any()
             if may_end:
                 c.allowed |= c.ends
@@ -111,8 +117,8 @@ def compiled(kind, text, vocabulary):
         said = line_of(matcher.get_error())
         raise ValueError(said if kind == 'grammar' else re.sub(r'^(at )?\d+\(\d+\): ', '', said))
     constraint = Constraint(vocabulary, matcher)
-    if (first := constraint.for_sample(())).is_complete:
-        raise first.error or ValueError("no text but the empty one has this form")
+    if constraint.for_sample(()).is_complete:
+        raise ValueError("no text but the empty one has this form")
     return constraint
 
 

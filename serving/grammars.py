@@ -38,8 +38,23 @@ def grammar_of(kind, text):
 
 def json_rule(schema):
     """The right side of a rule of Lark for the JSON of a schema, a dict."""
-    options = {'whitespace_pattern': BLANKS} | schema.get('x-guidance', {})
+    given = schema.get('x-guidance', {})
+    if type(given) is not dict:
+        raise ValueError(f"x-guidance must be an object of llguidance's options, not {given!r:.40}")
+    if rounded := next(rounded_numbers(schema), None):
+        raise ValueError(f"const or enum has the number {rounded!r}, which the library would round: give numbers up to "
+                         "2**53, or of 15 digits, or texts")
+    options = {'whitespace_pattern': BLANKS} | given
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
+
+
+def rounded_numbers(schema, is_value=False):
+    """Yields the numbers that a schema names as values, and that the library does not write as they are."""
+    if is_value and type(schema) in (int, float):
+        if abs(schema) > 2**53 if type(schema) is int else float(f'{schema:.15g}') != schema:
+            yield schema
+    for key, part in schema.items() if type(schema) is dict else enumerate(schema) if type(schema) is list else ():
+        yield from rounded_numbers(part, is_value or key in ('const', 'enum'))
 
 
 # The functions below run in the process that compiles.

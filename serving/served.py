@@ -166,7 +166,10 @@ def forms_of(body, served):
         answer = orjson.loads(text or '{"type": "object"}')
     tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
     several = body.parallel_tool_calls and takes_several_calls(template)
-    return {'tools': ('tools', grammar(form, tools, several, json_rule, answer))}
+    try:
+        return {'tools': ('tools', grammar(form, tools, several, json_rule, answer))}
+    except ValueError as e:  # of the schema of an argument or of the answer
+        raise invalid('tools', f"tools or response_format: {e}") from None
 
 
 def requests_of(body, served, id, deliver):

@@ -460,7 +460,8 @@ def listen(host, port):
     """A listening socket. port: 0 takes any that is free. OSError if the port cannot be had."""
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        both = host == '::' and socket.has_dualstack_ipv6()  # all addresses, those of IPv4 too
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as e:
         another = '--port' if e.errno in (errno.EADDRINUSE, errno.EACCES) else '--host, an address of this machine'
         raise OSError(f"port {port} of {host} cannot be had ({e.strerror or e}): choose another {another}") from e

@@ -214,6 +214,12 @@ def test_special_tokens_are_not_part_of_an_answer(client):
         assert [*drawn(token, ignore_eos=True, skip_special_tokens=False)] == [(name * 3, 'length', 3)] * 2
     for fields in (dict(stop=['never', '<|im_start|>']), dict(stop='<|im_start|>', skip_special_tokens=False)):
         assert [*drawn(1, **fields)] == [('', 'stop', 1)] * 2
+    scored = dict(prompt=CHAT_PREFIX, logprobs=0, echo=True, max_tokens=4, temperature=0, logit_bias={1: 100},
+                  ignore_eos=True)
+    for skip in (False, True):  # what has no text takes no room in it
+        choice, = client.post('/v1/completions', json=scored | dict(skip_special_tokens=skip)).json()['choices']
+        n, shown = len(choice['text']), 0 if skip else len('<|im_start|>')
+        assert choice['logprobs']['text_offset'][-4:] == [n - shown * i for i in (4, 3, 2, 1)]
     for skip in (False, True):  # what ends a text is not a part of it
         assert [*drawn(2, skip_special_tokens=skip)] == [('', 'stop', 1)] * 2
 

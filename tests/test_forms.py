@@ -342,6 +342,29 @@ def test_what_no_vocabulary_of_ours_can_write_ends_with_an_error():
     assert other.ended == 'length'
 
 
+def test_tokens_that_may_not_end_a_text_yet_are_no_way_on(chat):
+    """Before min_tokens no token that ends the text is drawn. If its form allows no other one, that is said."""
+    fields = dict(prompt='Hi', structured_outputs=dict(regex='a*b'), max_tokens=9, ignore_eos=True)
+    a, b = (TOKENIZER.encode(letter)[0] for letter in 'ab')
+    error = chat.post('/v1/completions', json=fields | dict(
+        structured_outputs=dict(regex='[ab]'), stop_token_ids=[a, b], min_tokens=1))
+    assert error.status_code == 400 and 'lower min_tokens' in error.json()['error']['message']
+    fields |= dict(min_tokens=3, logit_bias={a: 100}, temperature=0, return_token_ids=True)
+    choice, = chat.post('/v1/completions', json=fields | dict(stop_token_ids=[b])).json()['choices']
+    assert choice['token_ids'] == [a] * 9 and choice['finish_reason'] == 'length'
+
+
+@pytest.mark.parametrize('number', [2**53 + 1, -2**60, 2**64 - 1, 123456789.12345679])
+def test_numbers_that_would_be_rounded_are_refused(chat, number):
+    """The library reads them as floats. Bounds may be such numbers: many schemas have those of 64 bits."""
+    for schema in (dict(const=number), dict(type='array', items=dict(enum=[1, number]))):
+        error = chat.post('/v1/completions', json=dict(prompt='Hi', structured_outputs=dict(json=schema)))
+        assert error.status_code == 400 and 'would round' in error.json()['error']['message']
+    vocabulary = Vocabulary(TOKENIZER, 300)
+    for schema in (dict(const=2**53), dict(enum=[0.1, -1.5e300]), dict(type='integer', maximum=2**63 - 1)):
+        assert compiled('json_schema', json.dumps(schema), vocabulary)
+
+
 @pytest.mark.parametrize('text', ['garbage!!', 'root ::= "a', 'root ::= x', 'x ::= "a"', 'root ::= [a-', '%%%', ''])
 def test_what_is_wrong_with_a_grammar_is_said(text):
     with pytest.raises(ValueError, match='(?i)it cannot be read: .*(expected|root|rule|start|grammar|line)'):

@@ -166,7 +166,7 @@ def test_calls_are_found_in_any_pieces(parts, cuts, blank, listed):
     'a plain text', '{"a": 1}', '{"name": "rm", "arguments": {}, "parameters": {}}', '{"name": "add", "arguments": 3}',
     '{"name": ["add"], "arguments": {}}', '{"name": "add", "arguments": {"a": NaN}}', '[[]]', '"add"', '{' * 5000,
     '{"name": "add", "arguments": {"a": "\\ud800"}, "parameters": {"a": "\\ud800"}}', '[' * 5000, '{"name": "add"',
-    ' \n', '{"name": "add", "parameters": 3, "arguments": []} x'])
+    ' \n', '{"name": "add", "parameters": 3, "arguments": []} x', ', and so on', ';', '[]', '[] is an empty list'])
 def test_what_is_no_call_is_text(form, written):
     for text in (written, f'{form.opens}{written}{form.closes}', f' a {form.opens} {written}'):
         if text.removeprefix(form.opens).removesuffix(form.closes).strip() or not form.opens:
@@ -179,7 +179,8 @@ def test_what_is_no_call_is_text(form, written):
     (' {"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 1}}\n', 2)])
 def test_calls_without_tags(written, n):
     assert read(LLAMA, written, [14, 20])[1] == [('add', dict(a=1))] * n
-    assert read(LLAMA, 'I say: ' + written, [3, 20])[1] == []
+    for before in 'I say: ', ';', '[':  # in one piece and in several
+        assert read(LLAMA, before + written, [3, 20])[1] == read(LLAMA, before + written, [])[1] == []
     unclosed = HERMES.opens + '{"name": "add", "arguments": {"a": 1}}'
     assert read(HERMES, unclosed, [3, 20])[1] == [('add', dict(a=1))]
 
@@ -351,6 +352,15 @@ def test_an_answer_that_must_call_does_so_as_the_schemas_say(drawing, name):
         response = client.post('/v1/responses', json=fields | dict(tool_choice=chosen)).json()
         assert [dict(name=item['name'], arguments=item['arguments']) for item in response['output']] == calls
     assert seen == {*schemas} and n_whole > sizes(6, 60)
+
+
+def test_a_schema_that_cannot_be_a_grammar_is_refused(drawing):
+    pytest.importorskip('llguidance')
+    for schema in ({'x-guidance': 5}, dict(properties=dict(id=dict(const=2**60)))):
+        form = dict(type='json_schema', json_schema=dict(name='x', schema=schema))
+        answer = drawing('qwen').post('/v1/chat/completions', json=dict(
+            messages=[USER], tools=FORCED, response_format=form))
+        assert answer.status_code == 400 and answer.json()['error']['param'] == 'tools'
 
 
 @pytest.mark.parametrize('name', TEMPLATES)

@@ -174,7 +174,7 @@ class ToyConstraint:
         self.allowed, self.n_taken, self.taken = np.zeros(vocab_size // 64 + 1, np.int64), 0, []
         self.is_complete, self.error = False, None
 
-    def for_sample(self, ends):
+    def for_sample(self, ends, min_tokens=0):
         new = ToyConstraint(self.vocab_size, self.most, ends, self.fails)
         new.write([new])
         return new
