@@ -91,7 +91,7 @@ class TextChoice(Choice):
     def __init__(self, index, prompt, body, served):
         super().__init__(index, prompt, body, served)
         prompt_text = served.tokenizer.decode(prompt) if body.echo or self.has_logprobs else ''
-        self.offset = self.n_prompt = len(prompt_text)
+        self.offset = self.prompt_end = len(prompt_text)
         self.left_out = served.tokenizer.special_ids if body.skip_special_tokens else ()  # of the sample, not the prompt
         if body.echo:  # a text may lack the blank of its first token
             self.pieces = [prompt_text]
@@ -112,7 +112,7 @@ class TextChoice(Choice):
             data = self.served.token_bytes[token]
             tokens.append(name_of_token(data))
             offsets.append(max(0, self.offset))
-            if self.offset < self.n_prompt or token not in self.left_out:
+            if self.offset < self.prompt_end or token not in self.left_out:
                 self.offset += len(self.characters.decode(data))
             if found is None:  # of the first token: nothing predicts it
                 token_logprobs.append(None)
