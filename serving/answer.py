@@ -92,7 +92,7 @@ class TextChoice(Choice):
         super().__init__(index, prompt, body, served)
         prompt_text = served.tokenizer.decode(prompt) if body.echo or self.has_logprobs else ''
         self.offset = self.prompt_end = len(prompt_text)
-        self.left_out = served.tokenizer.special_ids if body.skip_special_tokens else ()  # of the sample, not the prompt
+        self.left_out = served.tokenizer.special_ids if body.skip_special_tokens else ()  # not of the prompt
         if body.echo:  # a text may lack the blank of its first token
             self.pieces = [prompt_text]
             self.offset -= len(b''.join([served.token_bytes[token] for token in prompt]).decode('utf-8', 'replace'))
