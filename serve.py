@@ -32,6 +32,7 @@ n_blocks = 0          # of the cache; 0 takes 1,024, or as many as 1 GiB holds, 
 page_size = 16        # tokens of a block
 max_num_batched_tokens = 0  # tokens of one step: more reads prompts faster, fewer delays the others less; 0 goes by
                             # the size of the model
+kv_bits = 0           # 8 rounds keys and values, which then take a quarter of the memory, on CUDA half; 0 keeps them
 kv_memory = 0.5       # on CUDA: the share of the free memory that the cache takes, if n_blocks is 0
 decoder = 'auto'      # what computes a step: eager, cpu, gpu; auto is the fastest there is
 weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8 or int4, which is faster; on CUDA float32
@@ -61,8 +62,8 @@ def main(config):
 
 def load():
     from serving.loading import load_engine
-    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, kv_memory, speculate, draft,
-                       generation_config, chat_template, n_blocks, page_size, max_num_batched_tokens, max_queue)
+    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, kv_bits, kv_memory, speculate,
+                       draft, generation_config, chat_template, n_blocks, page_size, max_num_batched_tokens, max_queue)
 
 
 if __name__ == '__main__':

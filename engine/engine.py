@@ -350,10 +350,10 @@ def context_of(config, when_full, keep, n_keep, n_prompt):
     return kept, last
 
 
-def default_pool(config, n_pages=None, page_size=PAGE_SIZE):
+def default_pool(config, n_pages=None, page_size=PAGE_SIZE, type_kv='float32'):
     """A pool of n_pages pages, by default N_PAGES, or as many as a sequence can take, with POOL_BYTES bytes at most."""
-    c = config
-    n_pages = n_pages or max(1, min(max(N_PAGES, pages_for(c, page_size)), POOL_BYTES // bytes_of_slots(c, page_size)))
+    c, most = config, POOL_BYTES // bytes_of_slots(config, page_size, type_kv)
+    n_pages = n_pages or max(1, min(max(N_PAGES, pages_for(c, page_size)), most))
     return PagePool(n_pages, page_size, c.window, c.n_sink)
 
 

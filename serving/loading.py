@@ -27,8 +27,8 @@ WORK = 2**33   # weights times tokens of a step, by default: a few tenths of a s
 
 
 def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
-                kv_memory=0.5, speculate='auto', draft='', generation_config='', chat_template='', n_blocks=0,
-                page_size=16, max_num_batched_tokens=0, max_queue=1024):
+                kv_bits=0, kv_memory=0.5, speculate='auto', draft='', generation_config='', chat_template='',
+                n_blocks=0, page_size=16, max_num_batched_tokens=0, max_queue=1024):
     """
     (an `EngineThread` that was started, what is `Served`). The settings are those of serve.py, which says what each is.
     ValueError if there is no such model or decoder.
@@ -58,12 +58,13 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         small = copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer))
         pool = default_pool(small.config)
         proposing = decode.draft_of(small, draft, pool, make_layers(small, pool.n_slots))
-    executor = decode.best(model, 1, weights, threads, decoder, speculate, proposing)
+    executor = decode.best(model, 1, weights, threads, decoder, speculate, proposing, kv_bits=kv_bits)
     print(f"decoder: {executor.name}", file=sys.stderr)
+    type_kv = 'int8' if kv_bits else executor.type_kv
     if on_cuda:
-        n_blocks, budget = pages_on_cuda(model, executor, kv_memory, n_blocks, page_size), budget or BUDGET
+        n_blocks, budget = pages_on_cuda(model, type_kv, kv_memory, n_blocks, page_size), budget or BUDGET
     budget = budget or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
-    engine = Engine(model, executor, default_pool(model.config, n_blocks, page_size), budget)
+    engine = Engine(model, executor, default_pool(model.config, n_blocks, page_size, type_kv), budget, kv_bits=kv_bits)
     if hasattr(executor, 'prepare'):
         executor.prepare(partial(tqdm, desc='recording graphs', unit='graph'))
     token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
@@ -90,9 +91,9 @@ def copy_weights(model):
     return model
 
 
-def pages_on_cuda(model, executor, kv_memory, n_blocks, page_size):
+def pages_on_cuda(model, type_kv, kv_memory, n_blocks, page_size):
     """How many pages a pool on CUDA has, which takes this share of the free memory; stderr says how much."""
-    n_bytes = bytes_of_slots(model.config, page_size, executor.type_kv)
+    n_bytes = bytes_of_slots(model.config, page_size, type_kv)
     free = free_memory(model.lm_head.weight.device)
     n_blocks = n_blocks or max(1, int(kv_memory * free) // n_bytes)
     print(f"memory: weights {sum(p.nbytes for p in model.parameters()) / 1e9:.2f} GB, pool {n_blocks:,} blocks of "

@@ -14,8 +14,8 @@ from ray import serve
 from serving.loading import load_engine
 from serving.server import Service, make_app, read_key
 
-NUMBERS = ('num_replicas', 'num_cpus', 'threads', 'kv_memory', 'n_blocks', 'page_size', 'max_num_batched_tokens',
-           'max_queue')
+NUMBERS = ('num_replicas', 'num_cpus', 'threads', 'kv_bits', 'kv_memory', 'n_blocks', 'page_size',
+           'max_num_batched_tokens', 'max_queue')
 
 
 def app(arguments):

@@ -10,6 +10,7 @@ from conftest import SERVING, needs
 needs(*SERVING)
 
 import httpx
+import numpy as np
 import torch
 from conftest import ENVIRONMENT, TIMEOUT, run
 from example_models import LLAMA, chat_tokenizer
@@ -34,9 +35,10 @@ def test_serves_the_newest_run(trained):
         with httpx.Client(base_url=address, timeout=60, headers={'authorization': 'bearer geheim7'}) as client:
             (model,) = client.get('/v1/models').json()['data']
             assert (model['id'], model['max_model_len']) == ('out', 16)
-            body = {'prompt': 'for', 'max_tokens': 13, 'temperature': 0, 'echo': True}
-            text, drawn = [client.post('/v1/completions', json=body | how).json()['choices'][0]['text']
-                           for how in (dict(), dict(temperature=0.8, top_k=20, seed=7))]
+            body = {'prompt': 'for', 'max_tokens': 13, 'temperature': 0, 'echo': True, 'logprobs': 0}
+            (text, exact), (drawn, _) = [(choice['text'], choice['logprobs']['token_logprobs'][1:]) for choice, in (
+                client.post('/v1/completions', json=body | how).json()['choices']
+                for how in (dict(), dict(temperature=0.8, top_k=20, seed=7)))]
             assert '<title>' in client.get('/').text and client.get('/cache').json()['n_blocks'] == 16
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT) == 0
@@ -46,8 +48,11 @@ def test_serves_the_newest_run(trained):
     assert text == tokenizer.decode(tokens)
     tokens, = Engine(model).generate([tokenizer.encode('for')], 13, seed=7, temperature=0.8, top_k=20)
     assert drawn == tokenizer.decode(tokens)
-    with started(trained, 'serve.py', *SMALL, '--host=0.0.0.0') as (_, lines, address):
+    with started(trained, 'serve.py', *SMALL, '--host=0.0.0.0', '--kv_bits=8') as (_, lines, address):
         assert 'there is no API key: whoever reaches this address can use the server' in ''.join(lines)
+        choice, = httpx.post(f'{address}v1/completions', json=body | dict(prompt=text, max_tokens=0)).json()['choices']
+    rounded = choice['logprobs']['token_logprobs'][1:]
+    assert rounded != exact and np.allclose(rounded, exact, atol=0.05)
 
 
 def test_serves_a_chat_model_whose_file_is_cut_meanwhile(trained, tmp_path):
