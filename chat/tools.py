@@ -32,6 +32,7 @@ class Form(NamedTuple):
 
 HERMES = Form('<tool_call>', '</tool_call>', 'arguments')
 LLAMA = Form('', '', 'parameters')
+PYTHON_TAG = '<|python_tag|>'  # that may stand before a call of LLAMA
 
 
 class Call(NamedTuple):
@@ -112,8 +113,8 @@ class Reader:
 
     def bare(self, last):
         """An answer that begins as JSON is held to its end, where it is known to be calls or not."""
-        text = self.held.strip().removeprefix('<|python_tag|>').lstrip()
-        if not (last or self.is_text) and text[:1] in ('', '{'):
+        text = self.held.strip().removeprefix(PYTHON_TAG).lstrip()
+        if not (last or self.is_text) and (text[:1] == '{' or PYTHON_TAG.startswith(text)):
             return []
         calls = self.calls_in(text) if text[:1] == '{' and not self.is_text else None
         self.is_text, said, self.held = calls is None, self.held, ''

@@ -122,9 +122,9 @@ def rotary(hf, args):
         given, kinds = typed(hf, key, dict, {}), ('default', 'llama3')
         expect(given, f'{key}.', rope_type=kinds, type=kinds, partial_rotary_factor=(1.0,))
     values, scaling = hf.get('rope_scaling') or hf.get('rope_parameters') or {}, ()  # as in transformers, not both
-    if 'llama3' in (values.get('rope_type'), values.get('type')):
+    if values.get('rope_type', values.get('type')) == 'llama3':
         *factors, original = (values.get(name, 0) for name in LLAMA3)  # 0, which GPTConfig refuses
-        scaling = *factors, hf.get(LLAMA3[-1], original)
+        scaling = *factors, hf.get(LLAMA3[-1], original) or args['block_size']
     return dict(position='rope', rope_theta=values.get('rope_theta', hf.get('rope_theta', 10000.0)),
                 rope_scaling=scaling, n_kv_head=hf.get('num_key_value_heads', n_kv_head) or args['n_head'],
                 head_dim=hf.get('head_dim', 128 if hf['model_type'] == 'qwen3' else 0) or 0)
@@ -154,11 +154,9 @@ def family_of(config):
         if c.qk_norm + c.qkv_bias + c.bias > 1 or c.window and c.bias:
             raise ValueError(f"qk_norm={c.qk_norm}, qkv_bias={c.qkv_bias}, bias={c.bias} and window={c.window}: no "
                              "family of Llama's kind has these together; use this model here")
-        is_uneven = c.n_embd % c.n_head > 0  # transformers refuses such a llama
-        if is_uneven and c.bias:
-            raise ValueError(f"n_embd {c.n_embd}, n_head {c.n_head} and bias=True: transformers' llamas take an n_head "
-                             "that divides n_embd; use this model here")
-        return ('qwen3' if c.qk_norm else 'qwen2' if c.qkv_bias else 'mistral' if c.window or is_uneven else 'llama')
+        # transformers takes no llama whose n_head does not divide n_embd
+        is_mistral = c.window or c.n_embd % c.n_head and not c.bias
+        return 'qwen3' if c.qk_norm else 'qwen2' if c.qkv_bias else 'mistral' if is_mistral else 'llama'
     if (c.norm, c.mlp, c.qk_norm, c.qkv_bias and not c.bias) != ('layer', 'gelu', False, False) or (
             c.head_dim * c.n_head != c.n_embd):
         raise ValueError(f"norm={c.norm}, mlp={c.mlp}, position={c.position}, head_dim={c.head_dim}, "

@@ -104,12 +104,13 @@ class GGUFFile:
             first = -(-header.at // align) * align
             for name, (shape, kind, offset) in header.tensors.items():
                 kind = gguf.GGMLQuantizationType(kind)
-                if not all(0 < n < 2**40 for n in shape) or offset % align:
-                    raise ValueError(f"{name} has the shape {shape!s:.50} and begins at byte {offset} of the weights")
+                if min(shape, default=1) < 1 or offset % align:
+                    raise ValueError(f"{name!r:.70} has the shape {shape!s:.50} and begins at byte {offset}: sizes "
+                                     f"must be positive, and the byte a multiple of {align}")
                 row_bytes, = gguf.quant_shape_to_byte_shape(shape[-1:], kind)
                 self.tensors[name] = Tensor(kind, shape, first + offset, row_bytes)
                 if first + offset + math.prod(shape[:-1]) * row_bytes > size:
-                    raise ValueError(f"it ends before {name} does")
+                    raise ValueError(f"it ends before {name!r:.70} does")
         except (ValueError, KeyError, IndexError, TypeError, ArithmeticError, MemoryError, struct.error) as e:
             raise ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): is the download complete?") from e
         for kind in {tensor.kind: name for name, tensor in self.tensors.items()}:
@@ -199,11 +200,11 @@ class GGUFFile:
                 for name, tensor in self.tensors.items() if name != FREQUENCIES}
 
     def is_bfloat16(self, name):
-        """Are the numbers of a tensor bfloat16? Those of a norm may be, in a wider type."""
-        if len(self.tensors[name].shape) > 1:
-            return self.tensors[name].kind == self.gguf.GGMLQuantizationType.BF16
+        """Is a tensor bfloat16? A vector in a wider type counts if all of its numbers are."""
+        if name == FREQUENCIES or len(self.tensors[name].shape) > 1:
+            return name == FREQUENCIES or self.tensors[name].kind == self.gguf.GGMLQuantizationType.BF16
         w = self.numbers(name, torch.float32)
-        return name == FREQUENCIES or torch.equal(w, w.bfloat16().float())
+        return torch.equal(w, w.bfloat16().float())
 
     @property
     def is_rounded(self):

@@ -79,7 +79,8 @@ def byte_pairs(given, vocab):
     """The tokenizer.json of byte pairs as those of GPT-2, with the rule that the file names."""
     rule, merges = given.get('pre', 'default'), typed(given, 'merges', list, [])
     if rule not in [*RULES]:
-        raise ValueError(f"tokenizer.ggml.pre is {rule!r}, a rule that is not known here: use its Hugging Face folder")
+        raise ValueError(f"tokenizer.ggml.pre is {rule!r:.100}, a rule that is not known here: use its Hugging Face "
+                         "folder")
     splits = [dict(type='Split', pattern=dict(Regex=regex), behavior='Isolated', invert=False) for regex in RULES[rule]]
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
     return dict(
@@ -90,7 +91,7 @@ def byte_pairs(given, vocab):
 
 
 def normalizer_of(rule):
-    """That of Qwen's own tokenizer.json, which llama.cpp leaves out, or None."""
+    """The normalizer that a rule's tokenizer.json has, or None. llama.cpp leaves out NFC."""
     return 'NFC' if rule == 'qwen2' else None
 
 
@@ -106,12 +107,13 @@ def rule_of(content):
         splits += known.get(part.get('type'), [part.get('type')]) if expected.items() <= part.items() else [part]
     normalizer = (content.get('normalizer') or {}).get('type')
     names = [name for name, rule in RULES.items() if rule == splits and normalizer == normalizer_of(name)]
-    is_plain = model.get('type') == 'BPE' and not model.get('byte_fallback') and not any(
-        token.get(flag) for token in content.get('added_tokens', ()) for flag in FLAGS if flag != 'normalized')
-    if not names or not is_plain:
+    if not names:
         raise ValueError(f"this tokenizer.json splits texts by {splits} (normalizer {normalizer}), and none of "
-                         "llama.cpp's rules that are known here does; or it has tokens other than byte pairs, or some "
-                         f"that take blanks beside them: {TO_HF}")
+                         f"llama.cpp's rules that are known here does: {TO_HF}")
+    if model.get('type') != 'BPE' or model.get('byte_fallback') or any(
+            token.get(flag) for token in content.get('added_tokens', ()) for flag in FLAGS if flag != 'normalized'):
+        raise ValueError("this tokenizer.json has none of llama.cpp's kinds of tokens: they are no byte pairs, or are "
+                         f"added with lstrip, rstrip or single_word: {TO_HF}")
     return names[0]
 
 

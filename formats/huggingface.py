@@ -34,7 +34,10 @@ def to_huggingface(model, folder, tokenizer=None):
     ValueError if transformers has no such model, the folder holds other files, or the tokenizer has more tokens.
     """
     check_vocabulary(model, tokenizer)
-    family = family_of(model.config)
+    family, c = family_of(model.config), model.config
+    if family == 'llama' and c.n_embd % c.n_head:
+        raise ValueError(f"n_embd {c.n_embd}, n_head {c.n_head} and bias=True: transformers' llamas take an n_head "
+                         "that divides n_embd: export to gguf")
     weights = huggingface_weights(model, family)
     ends = [] if tokenizer is None else list(tokenizer.end_tokens)
     end = ends[0] if len(ends) == 1 else ends or None
@@ -51,9 +54,6 @@ def to_huggingface(model, folder, tokenizer=None):
                                                clean_up_tokenization_spaces=False,
                                                # no token_type_ids: GPT-2 would add their embeddings
                                                model_input_names=['input_ids', 'attention_mask'])
-        if family == 'qwen2' and not is_of_qwen(files['tokenizer.json']):
-            print(f"AutoTokenizer of transformers 5 reads no rules from a qwen2's tokenizer.json, and gives other ids: "
-                  f"use PreTrainedTokenizerFast.from_pretrained({folder!r})", file=sys.stderr)
         if not isinstance(tokenizer, JSONTokenizer):
             files['meta.json'] = tokenizer.state()
         if ids.get('generation_config.json'):
@@ -68,6 +68,9 @@ def to_huggingface(model, folder, tokenizer=None):
             raise OSError(f"{folder} could not be written, is the disk full? ({e})") from e
         # safetensors writes files that their owner alone can read
         shutil.copymode(os.path.join(new, 'config.json'), os.path.join(new, 'model.safetensors'))
+    if family == 'qwen2' and 'tokenizer.json' in files and not is_of_qwen(files['tokenizer.json']):
+        print("AutoTokenizer of transformers 5 gives a qwen2 Qwen's rules, whatever its tokenizer.json has: use "
+              f"PreTrainedTokenizerFast.from_pretrained({os.fspath(folder)!r})", file=sys.stderr)
     return family
 
 

@@ -101,12 +101,12 @@ def add_byte_pairs(writer, tokenizer, vocab_size):
     before, behind = around(library)
     begin = before[0] if before else library.token_to_id(tokenizer.special_tokens.get('bos_token', END_OF_TEXT))
     ends = sorted(tokenizer.end_tokens, key=lambda i: [i] != behind)
+    if len(before) > 1 or behind not in ([], ends[:1]):
+        raise ValueError(f"this tokenizer.json puts the tokens {before} before a text and {behind} behind it; a GGUF "
+                         f"file takes at most one before a text, and behind it one that ends it: {TO_HF}")
     for role, i in zip(('bos', 'eos', 'eot'), (begin, *ends[:2])):
         if i is not None:
             getattr(writer, f'add_{role}_token_id')(i)
-    if len(before) > 1 or behind not in ([], ends[:1]):
-        raise ValueError(f"this tokenizer.json puts the tokens {before} before a text and {behind} behind it, and with "
-                         f"a GGUF file there can be one before it and an end behind it: {TO_HF}")
     writer.add_add_bos_token(bool(before))
     writer.add_add_eos_token(bool(behind))
     if tokenizer.chat_template:
@@ -116,7 +116,8 @@ def add_byte_pairs(writer, tokenizer, vocab_size):
 
 def around(library):
     """The ids that a tokenizer of the tokenizers library puts before a text and behind it: two lists."""
-    whole, text = (library.encode('a', add_special_tokens=adds).ids for adds in (True, False))
+    a = next(text for text in ('a', *library.get_vocab()) if library.encode(text, add_special_tokens=False).ids)
+    whole, text = (library.encode(a, add_special_tokens=adds).ids for adds in (True, False))
     n = next(n for n in range(len(whole) + 1) if whole[n:n + len(text)] == text)
     return whole[:n], whole[n + len(text):]
 

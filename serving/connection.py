@@ -15,14 +15,14 @@ HEAD, BODY = 30, 120  # seconds for the head of a request and for its body
 IDLE = 75             # seconds between two requests: longer than clients keep a connection, so that they close it
 READER = 300          # seconds in which a client must have read some of what waits for it
 MOST_HEAD = 2**16     # bytes of a head
-FILES = os.sysconf('SC_OPEN_MAX') if hasattr(os, 'sysconf') else -1  # that may be open; Windows has no limit
-MOST = 1000 if FILES < 0 else max(4, min(1000, FILES - 48))  # connections; some files are left for all else
+MOST_FILES = os.sysconf('SC_OPEN_MAX') if hasattr(os, 'sysconf') else -1  # open ones; Windows has no limit
+MOST = 1000 if MOST_FILES < 0 else max(4, min(1000, MOST_FILES - 48))  # connections; some files are left for all else
 
 
 class Connection(HttpToolsProtocol):
     """
-    n_head: bytes of the next head that have come; None within a body. last: the last of these bytes. state, since: what
-    `check` found last, and when it was new.
+    n_head: bytes of the next head that have come; None within a body. last: the last bytes of the head that have come,
+    because a name may be split over two packets. state, since: what `check` found last, and when it was new.
     """
     told = False  # does stderr say that there are too many?
 
@@ -74,9 +74,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data):
         if self.n_head is not None:
             self.n_head += len(data)
-            # to HTTP/2: the body would be lost. The name may have come in two parts
-            head = re.sub(rb'(?i)(\r\nupgrade):', rb'\1-ignored:', self.last + data)
-            data, self.last = head[len(self.last):], head[-9:]
+            head, end, body = (self.last + data).partition(b'\r\n\r\n')  # a body must keep its length
+            head = re.sub(rb'(?i)(\r\nupgrade):', rb'\1-ignored:', head)  # to HTTP/2: the body would be lost
+            data, self.last = (head + end + body)[len(self.last):], head[-9:]
         super().data_received(data)
         if (self.n_head or 0) > MOST_HEAD and not self.transport.is_closing():
             self.refuse(431, f"the head of a request may have {MOST_HEAD:,} bytes: send fewer headers")
@@ -89,7 +89,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self):
         super().on_message_complete()
-        self.n_head, self.last = 0, b''
+        self.n_head = 0
 
     def eof_received(self):
         """The client sends no more, and may still read: a request that is complete gets its answer."""

@@ -45,7 +45,7 @@ class DeadEnd(ValueError):
 class Constraint:
     """
     Which tokens of a sample may come next. beginning: llguidance's matcher after no token. ends: the tokens that end
-    the sample, allowed where the text may end; the draw takes them after min_tokens others only.
+    the sample, allowed where the text may end; the draw takes them only after min_tokens others.
 
     allowed: a bitmap, see `decode.draw.DrawSettings`, after so many drawn tokens of the sample: n_taken, or None where
     it is not written yet. is_complete: may nothing follow? error: None, or why the text cannot go on: a `DeadEnd` where
@@ -59,7 +59,7 @@ class Constraint:
         self.n_taken, self.n_new, self.is_complete, self.error = None, 0, False, None
 
     def for_sample(self, ends, min_tokens=0):
-        """One that has taken nothing. Its error, if nothing can be drawn."""
+        """A constraint for a new sample. Raises its error if no first token can be drawn."""
         new = Constraint(self.vocabulary, self.beginning, ends, min_tokens)
         new.take(())
         new.write([new])
@@ -89,8 +89,8 @@ class Constraint:
             if c.matcher.is_error():
                 c.error = dead_end_of(line_of(c.matcher.get_error()))
             elif c.n_new < c.min_tokens and c.allowed.any() and not (c.allowed & ~c.ends).any():
-                c.error = DeadEnd(f"the text must have {c.min_tokens} tokens before one that ends it, and all that its "
-                                  "form allows next are such: lower min_tokens, or name fewer stop tokens")
+                c.error = DeadEnd("the text cannot go on in its form, which allows only tokens that end it, and "
+                                  f"{c.min_tokens} others must come first: lower min_tokens, or name fewer stop tokens")
             c.is_complete = bool(c.error) or not c.allowed.any()
             if may_end:
                 c.allowed |= c.ends

@@ -6,6 +6,7 @@ So each is first compiled in a process that has no other task, see chat/template
 """
 import json
 import sys
+from decimal import Decimal
 
 if __name__ == '__main__':  # the process that compiles
     sys.path += sys.argv[1:]
@@ -20,6 +21,7 @@ BLANKS = r'[ \n]{1,40}'
 # the model chooses how a text is divided into tokens, and the library forces no division
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
+NAMED = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas'  # of a schema: dicts by names
 waiting = []             # processes that wait for a question
 
 
@@ -41,20 +43,28 @@ def json_rule(schema):
     given = schema.get('x-guidance', {})
     if type(given) is not dict:
         raise ValueError(f"x-guidance must be an object of llguidance's options, not {given!r:.40}")
-    if rounded := next(rounded_numbers(schema), None):
-        raise ValueError(f"const or enum has the number {rounded!r}, which the library would round: give numbers up to "
-                         "2**53, or of 15 digits, or texts")
+    if (number := next(rounded_numbers(schema), None)) is not None:
+        raise ValueError(f"const or enum has the number {number!r}, which the library may round: give integers up to "
+                         "2**53, floats of up to 15 digits and 22 zeros, or texts")
     options = {'whitespace_pattern': BLANKS} | given
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
 
 
-def rounded_numbers(schema, is_value=False):
-    """Yields the numbers that a schema names as values, and that the library does not write as they are."""
-    if is_value and type(schema) in (int, float):
-        if abs(schema) > 2**53 if type(schema) is int else float(f'{schema:.15g}') != schema:
-            yield schema
+def rounded_numbers(schema, is_value=False, has_names=False):
+    """Yields the numbers in const and enum that the library may round. has_names: are the keys of this dict names?"""
+    if is_value and type(schema) in (int, float) and may_be_rounded(schema):
+        yield schema
     for key, part in schema.items() if type(schema) is dict else enumerate(schema) if type(schema) is list else ():
-        yield from rounded_numbers(part, is_value or key in ('const', 'enum'))
+        yield from rounded_numbers(part, is_value or not has_names and key in ('const', 'enum'),
+                                   not has_names and key in NAMED)
+
+
+def may_be_rounded(number):
+    """The library reads digits as a float, times a power of ten: that is exact up to 2**53 and 10**22."""
+    if type(number) is int:
+        return abs(number) >= 2**63 or float(number) != number
+    number = Decimal(repr(number)).as_tuple()
+    return int(''.join(map(str, number.digits))) > 2**53 or abs(number.exponent) > 22
 
 
 # The functions below run in the process that compiles.

@@ -168,8 +168,8 @@ def forms_of(body, served):
     several = body.parallel_tool_calls and takes_several_calls(template)
     try:
         return {'tools': ('tools', grammar(form, tools, several, json_rule, answer))}
-    except ValueError as e:  # of the schema of an argument or of the answer
-        raise invalid('tools', f"tools or response_format: {e}") from None
+    except ValueError as e:
+        raise invalid('tools', f"the schema of a tool, or the one that the answer may have: {e}") from None
 
 
 def requests_of(body, served, id, deliver):

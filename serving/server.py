@@ -45,6 +45,7 @@ MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized, and a form compiled, in a thread of its own
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # for work of each kind
 PATIENCE, MOST_WAITING = 10, 512  # seconds that a request may wait for a thread; how many may, for each kind
+LOCAL = '127.0.0.1', '::1', '::ffff:127.0.0.1'  # addresses of a client on this machine
 THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
@@ -355,7 +356,7 @@ async def detokenize(service, body):
 async def cache(service, request):
     """The pool of blocks and the requests, as the web page shows them"""
     service.check_loaded()
-    state, local = service.thread.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
+    state, local = service.thread.state(), request.client is not None and request.client.host in LOCAL
     proxied = any(name.startswith(('forwarded', 'via', 'x-real-ip', 'x-forwarded')) for name in request.headers)
     strange = not is_own_page(request) and request.headers['origin'] not in service.origins  # which * lets in
     if not service.api_key and (strange or proxied or not local):  # texts of prompts need the key or this machine

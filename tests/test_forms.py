@@ -3,6 +3,7 @@ Texts that have a form (JSON of a schema, an expression, a choice, a grammar): t
 by one, answers against jsonschema and others, the server's fields, and sample.py beside the server.
 """
 import json
+import math
 import random
 import re
 import sys
@@ -349,19 +350,23 @@ def test_tokens_that_may_not_end_a_text_yet_are_no_way_on(chat):
     error = chat.post('/v1/completions', json=fields | dict(
         structured_outputs=dict(regex='[ab]'), stop_token_ids=[a, b], min_tokens=1))
     assert error.status_code == 400 and 'lower min_tokens' in error.json()['error']['message']
+    choice, = chat.post('/v1/completions', json=fields | dict(
+        structured_outputs=dict(regex='[ab]'), min_tokens=5)).json()['choices']
+    assert choice['text'] in ('a', 'b') and choice['finish_reason'] == 'stop'  # nothing may follow
     fields |= dict(min_tokens=3, logit_bias={a: 100}, temperature=0, return_token_ids=True)
     choice, = chat.post('/v1/completions', json=fields | dict(stop_token_ids=[b])).json()['choices']
     assert choice['token_ids'] == [a] * 9 and choice['finish_reason'] == 'length'
 
 
-@pytest.mark.parametrize('number', [2**53 + 1, -2**60, 2**64 - 1, 123456789.12345679])
+@pytest.mark.parametrize('number', [2**53 + 1, 2**64 - 1, 123456789.12345679, 7.65286225020284e-12, 3.1905e36])
 def test_numbers_that_would_be_rounded_are_refused(chat, number):
     """The library reads them as floats. Bounds may be such numbers: many schemas have those of 64 bits."""
     for schema in (dict(const=number), dict(type='array', items=dict(enum=[1, number]))):
         error = chat.post('/v1/completions', json=dict(prompt='Hi', structured_outputs=dict(json=schema)))
-        assert error.status_code == 400 and 'would round' in error.json()['error']['message']
+        assert error.status_code == 400 and 'may round' in error.json()['error']['message']
     vocabulary = Vocabulary(TOKENIZER, 300)
-    for schema in (dict(const=2**53), dict(enum=[0.1, -1.5e300]), dict(type='integer', maximum=2**63 - 1)):
+    for schema in (dict(const=-2**60), dict(enum=[0.1, -1.5e14, math.pi]), dict(type='integer', maximum=2**63 - 1),
+                   dict(properties=dict(enum=dict(type='integer', maximum=2**63 - 1)))):
         assert compiled('json_schema', json.dumps(schema), vocabulary)
 
 

@@ -12,6 +12,7 @@ from example_models import (
     ROPE,
     SCALED,
     TEXT,
+    UNTIED,
     bpe,
     fields_in_files,
     gpt,
@@ -61,7 +62,9 @@ def test_matrices_have_32_or_8_bits(tmp_path, type):
     assert ((torch.tensor(gguf.dequantize(t.data, t.tensor_type)) - w).abs() <= bound).all()
 
 
-@pytest.mark.parametrize('config, family', [*FAMILIES, (ALIBI | dict(n_kv_head=2, bias=True), 'mpt')])
+@pytest.mark.parametrize('config, family', [
+    *FAMILIES, (ALIBI | dict(n_kv_head=2, bias=True), 'mpt'),
+    (UNTIED | dict(n_embd=40, n_head=3, n_kv_head=1, head_dim=16, bias=True), 'llama')])
 def test_llama_cpp_computes_the_same_and_it_is_read_back(tmp_path, config, family):
     """But for its GELU, and a window: it has none, so the file ends where the window would begin to hide keys."""
     model, path = gpt(**config), tmp_path / 'model.gguf'

@@ -81,6 +81,7 @@ NO_MODEL = [  # config, what the line has to say
 
 @pytest.mark.parametrize('to, config, line', [
     *[(to, *case) for to in (formats.to_huggingface, formats.to_gguf) for case in NO_MODEL],
+    (formats.to_huggingface, UNTIED | dict(n_embd=40, n_head=3, n_kv_head=1, head_dim=16, bias=True), 'divides n_embd'),
     (formats.to_huggingface, ALIBI | dict(bias=True), 'have no biases: train with --bias=False'),
     (formats.to_huggingface, ALIBI | dict(gelu='tanh'), 'have the exact GELU: train with --gelu=none'),
     (formats.to_huggingface, ALIBI | dict(n_inner=96), 'n_inner 96, but in transformers'),

@@ -143,7 +143,7 @@ def test_a_gguf_file_puts_the_same_tokens_around_a_text(tmp_path, before, behind
         special_tokens={name: dict(id=name, ids=[i], tokens=[name]) for i, name in enumerate(names)})
     made = JSONTokenizer(json.dumps(content), ends or [2])
     if ends is None:
-        with pytest.raises(ValueError, match='a GGUF file there can be one'):
+        with pytest.raises(ValueError, match='a GGUF file takes at most one before a text'):
             formats.to_gguf(gpt(**LLAMA), path, tokenizer=made)
         return
     formats.to_gguf(gpt(**LLAMA), path, tokenizer=made)

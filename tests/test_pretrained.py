@@ -276,7 +276,8 @@ def test_the_dtype_is_kept_or_given(tmp_path, kept):
     def written(matrices, norms, wide=()):
         exported(tmp_path, ROPE, lambda weights: {
             k: (1.001 * v).to(norms).float() if k.endswith('norm.weight') else v.to(
-                torch.float32 if k in wide else matrices) for k, v in weights.items()})
+                torch.float32 if k in wide else matrices) for k, v in weights.items()
+        } | {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.rand(4)})  # it is no weight
     wide = 'model.layers.0.self_attn.q_proj.weight'
     for matrices, norms, *more in ((kept, torch.float32), (kept, kept, wide)) if kept is torch.bfloat16 else ():
         written(matrices, norms, more)

@@ -34,7 +34,7 @@ from test_api import events
 import serve
 from serving.api import APIError
 from serving.loading import load_engine
-from serving.server import ENDPOINTS, Service, make_app, read_key
+from serving.server import ENDPOINTS, Service, listen, make_app, read_key
 from tokenizer import CharTokenizer
 
 TEXT = 'the quick brown fox jumps over the lazy dog.'
@@ -543,6 +543,24 @@ def test_heads_have_a_limit(engine):
                 status, answer = read_all(connection)
             assert status == 200 and json.loads(answer)['choices'][0]['text'] == spelled('a', 3)
         assert client.get('/health').status_code == 200 and engine.stats.requests == len(cuts)
+        # a body keeps its length: what follows the names in it is no second request
+        body = b'\r\nupgrade:' * 9 + b'GET /metrics HTTP/1.1\r\n\r\n'.ljust(9 * len(b'-ignored'))
+        head = b'POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer secret\r\nHost: a\r\nContent-Length: %d\r\n\r\n'
+        for cut in (0, 3):
+            whole = head % len(body) + body
+            with connected(client, whole[:len(whole) - len(body) - cut]) as connection:
+                time.sleep(0.02 * bool(cut))
+                connection.sendall(whole[len(whole) - len(body) - cut:])
+                connection.shutdown(socket.SHUT_WR)
+                answers = b''.join(iter(lambda connection=connection: connection.recv(2**16), b''))
+            assert answers.count(b'HTTP/1.1 ') == 1 and answers.startswith(b'HTTP/1.1 400')
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6, or not both at once")
+def test_all_addresses_are_those_of_ipv4_too():
+    with listen('::', 0) as listener:
+        for host in '127.0.0.1', '::1':
+            socket.create_connection((host, listener.getsockname()[1]), 5).close()
 
 
 def test_templates_that_take_long_delay_no_others(monkeypatch):
