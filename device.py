@@ -121,8 +121,8 @@ def synchronize(device):
 def torch_threads(n):
     """Inside, torch computes on n threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(n)
     try:
+        torch.set_num_threads(n)
         yield
     finally:
         torch.set_num_threads(before)

@@ -35,8 +35,8 @@ def check_config(config):
                          "head_dim, or n_embd and n_head so that n_embd / n_head is even")
     if type(c.rope_theta) not in (int, float) or not 1 <= c.rope_theta <= LARGEST:
         raise ValueError(f"rope_theta must be at least 1 and at most {LARGEST:g}, not {c.rope_theta!r}")
-    if not isinstance(c.norm_eps, (int, float)) or not 0 < c.norm_eps < 1:
-        raise ValueError(f"norm_eps must be between 0 and 1, not {c.norm_eps!r}")
+    if not isinstance(c.norm_eps, (int, float)) or not 1e-37 <= c.norm_eps < 1:  # in float32 less may be 0
+        raise ValueError(f"norm_eps must be between 1e-37 and 1, not {c.norm_eps!r}")
     check_rope_scaling(c)
     if c.n_sink and not c.window:
         raise ValueError(f"n_sink {c.n_sink} needs a window: without one, all positions are always seen")

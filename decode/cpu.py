@@ -104,6 +104,8 @@ class CPUExecutor:
         slots or on the number of threads. `Refused` on tokens, positions and runs that do not fit the model, the slots
         or each other, before a key or a value of that step is written; `NotNumbers` if logits are broken.
         """
+        if not self.layers:
+            raise Refused("this executor holds no slots, because its engine is gone: give it to a new Engine")
         with workers.lock:
             batch.make_copies(self.layers)
             if batch.decodes and len(batch.tokens) <= CHUNK:
@@ -161,6 +163,8 @@ class CPUExecutor:
             tables.ask_for(1 if choice and (choice.is_trial or choice.is_first(began)) else n - made, n_largest)
             refused = step(*tables.addresses, n_threads, workers.address)
             made += (n_drawn := int(tables.sizes[layout.N_DRAWN]))
+            if made and tables.sizes[layout.NOT_NUMBERS]:  # the next call says so, after these tokens
+                return tokens[1:made + 1], True
             self.after_call(refused, choice, began, n_drawn)
             if n_largest and not tables.sizes[layout.N_LARGEST]:  # the bounds leave too few tokens out
                 self.packed.is_screened, n_largest = False, 0

@@ -50,10 +50,12 @@ class DrawSettings:
         check_values(**values)
         values['top_k'] = min(max(values['top_k'] or 0, 0), vocab_size)
         self.values = tuple(float(values[name]) for name in SETTING_NAMES)
+        if not isinstance(seed, (int, np.integer)):
+            raise ValueError(f"seed must be an integer, not {seed!r}")
         self.seed, self.stop_ids, self.min_tokens = seed % 2**64, sorted(stop_ids), min_tokens if stop_ids else 0
         biases = dict(logit_bias)
         for token in (*self.stop_ids, *biases):
-            if not 0 <= token < vocab_size:
+            if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
                 raise ValueError(f"token ids are 0 to {vocab_size - 1}, and a stop or a bias is for {token}: "
                                  "leave it out")
         self.bias_tokens, self.biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float64)

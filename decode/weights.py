@@ -113,6 +113,7 @@ def in_turns(gate, up):
 
 
 @torch.no_grad()
+@torch.autocast('cpu', enabled=False)
 def input_squares(model):
     """
     The mean squares of the inputs of every linear, float32 (K,), in the order of layout.py: how much the errors of its

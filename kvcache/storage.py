@@ -17,7 +17,7 @@ import torch
 
 BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8}
 KV_GROUP = 32  # numbers that share a scale in `SlotArray`, as in llama.cpp's Q8_0; fewer in narrow heads
-SMALLEST_SCALE = 1e-5
+SMALLEST_SCALE = 1e-30
 ALWAYS_FREE = 2**27  # bytes; whether there are so many is not asked, which would take 0.05 ms
 CONTROL_GROUP = Path('/sys/fs/cgroup')  # of a container, on Linux
 

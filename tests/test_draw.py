@@ -226,6 +226,12 @@ def test_min_tokens_and_counts_of_what_was_drawn():
     assert penalised.counts.tolist() == [0, 1, 0, 0, 0]
 
 
+@pytest.mark.parametrize('how', [dict(seed=1.5), dict(stop_ids=[1.5]), dict(logit_bias={1.5: 1}), dict(stop_ids=[11])])
+def test_numbers_that_are_no_ids_are_refused(how):
+    with pytest.raises(ValueError, match='1.5|11'):
+        DrawSettings(11, **how)
+
+
 def test_infinite_logits():
     row = np.array([[3.0, 2e37, 1.0, 2e37, -2e37]] * 9, np.float32)  # a penalty makes token 1 infinite
     for how in (dict(top_p=0.9), dict(top_k=3), dict(), dict(temperature=0.0)):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import sizes
 from drafting import given
+from example_models import f32
 from tiny_models import HOWS, drawn_alone, model_of
 from toy_executor import ToyConstraint, ToyExecutor, toy_model
 
@@ -186,6 +187,23 @@ def test_broken_weights_end_a_run_and_mended_ones_go_on(make, capsys):
         p.copy_(before)
     capsys.readouterr()
     assert engine.generate(prompts, 10) == expected and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize('way', [EagerExecutor, CPUExecutor])
+def test_tokens_before_logits_that_are_not_numbers_stay(way):
+    """However many steps follow each other in a call."""
+    model = f32(tied=False, block_size=64)
+    tokens, = Engine(model).generate([[1, 2, 3]], 40, seed=1)
+    n = max(i for i, token in enumerate(tokens[3:], 1) if token not in tokens[:2 + i])  # first drawn as number n
+    assert n > 5
+    with torch.no_grad():
+        model.transformer.wte.weight[tokens[2 + n]] = math.nan
+    for most_ahead in (1, 64):
+        engine = Engine(model, way(model))
+        s, = engine.add([1, 2, 3], 40, seed=1, most_ahead=most_ahead)
+        while not engine.is_idle:
+            engine.step()
+        assert s.ended == 'error' and s.tokens == tokens[:3 + n] and isinstance(s.error, NotNumbers)
 
 
 @pytest.mark.parametrize('make', MAKE)

@@ -5,6 +5,7 @@ threads. Several steps in a call. What is refused, and what is not a number.
 """
 import copy
 import dataclasses
+import gc
 import itertools
 import math
 import random
@@ -30,6 +31,7 @@ from decode.gpu.executor import GPUExecutor
 from decode.kernel.attention import FAR
 from decode.kernel.threads import n_cores
 from decode.weights import input_squares
+from engine import Engine
 from kvcache.storage import Layer, make_layers
 
 N_SLOTS, TWO = 1280, min(2, n_cores())
@@ -504,6 +506,30 @@ def test_logits_that_are_not_numbers_and_their_repair(way):
             assert torch.equal(Slots(executor).logits({Text(text.tokens): 8})[0], expected), f"{broken} in {name}"
 
 
+def test_a_division_by_zero_ends_no_thread():
+    """The others would wait for it. A row of zeros has no norm if eps is 0, as one below float32 is in the kernel."""
+    model = model_of('llama')
+    with torch.no_grad():
+        model.transformer.wte.weight.zero_()
+    for module in model.modules():
+        if hasattr(module, 'eps'):
+            module.eps = 1e-50
+    with pytest.raises(NotNumbers):
+        Slots(CPUExecutor(model, threads=2)).logits({Text([1, 2, 3]): 3})
+
+
+def test_an_executor_whose_engine_is_gone_reads_no_slots():
+    model = model_of('learned')
+    executor = CPUExecutor(model)
+    engine = Engine(model, executor)
+    s, = engine.add([1, 2, 3], 9, most_ahead=1)
+    engine.step()
+    del engine
+    gc.collect()
+    with pytest.raises(Refused, match='its engine is gone'):
+        executor.execute_model(Batch([s], [1], np.array([1]), np.array([3]), np.array([1]), [False], [False]))
+
+
 @pytest.mark.parametrize('weights', WEIGHTS)
 def test_a_nan_in_keys_or_values_reaches_the_logits_of_its_sequence_alone(weights):
     check_nan_shows(CPUExecutor(model_of('learned'), weights))
@@ -528,9 +554,12 @@ def test_autocast():
     with torch.autocast('cpu', torch.bfloat16):
         executor = EagerExecutor(model)
         logits = Slots(executor).logits({text: 9})[0]
+        rounded = CPUExecutor(model, 'int4')
     assert executor.type_kv == 'bfloat16' and logits.dtype is torch.bfloat16
     expected = judged(model, [text])[0]
     assert 1e-6 < (logits - expected).abs().max() / expected.abs().max() < 0.05
+    as_before = CPUExecutor(model, 'int4')
+    assert torch.equal(*(Slots(each).logits({Text(text.tokens): 9})[0] for each in (rounded, as_before)))
 
 
 @pytest.mark.parametrize('default', [torch.float64, torch.bfloat16, 'meta'], ids=str)

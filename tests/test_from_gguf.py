@@ -194,7 +194,7 @@ REFUSED = [  # fields and tensors of a llama that are changed, what the line has
     ({'llama.block_count': 10**6}, {}, 'n_layer must be a positive integer up to 4,096'),
     ({'llama.block_count': 3}, {}, 'n_layer is 3, but the weights have 2 layers'),
     ({'llama.rope.freq_base': 'x'}, {}, 'rope.freq_base must be of type float'),
-    ({'llama.attention.layer_norm_rms_epsilon': None}, {}, 'norm_eps must be between 0 and 1, not None'),
+    ({'llama.attention.layer_norm_rms_epsilon': None}, {}, 'norm_eps must be between 1e-37 and 1, not None'),
     ({}, {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'rope_freqs.weight are not those of Llama 3'),
     ({'llama.attention.key_length': 2**30, 'llama.attention.value_length': None, 'llama.rope.dimension_count': None},
      {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'must have a number for each pair of the 1073741824'),

@@ -155,7 +155,7 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
     (LLAMA_3_2_1B, dict(rope_theta='500000'), "rope_theta must be at least 1 and at most 1e"),
     (QWEN3_06B, dict(tie_word_embeddings='yes'), "tied must be True or False, not 'yes'"),
     (MISTRAL_7B, dict(sliding_window=-1), 'window must be an integer from 0'),
-    (MISTRAL_7B, dict(rms_norm_eps=0), 'norm_eps must be between 0 and 1, not 0'),
+    (MISTRAL_7B, dict(rms_norm_eps=0), 'norm_eps must be between 1e-37 and 1, not 0'),
 ]
 
 

@@ -138,7 +138,7 @@ def write(x, data, scale, at, real, D: constexpr, PADDED: constexpr, GROUP: cons
 def quantised(x, GROUP_SIZE: constexpr):
     """Codes, whole numbers in float32 (n,), and scales of x (n,): those of `kvcache.storage.quantise`, bit for bit."""
     groups = tl.reshape(x, (x.shape[0] // GROUP_SIZE, GROUP_SIZE))
-    scales = tl.maximum(tl.div_rn(tl.max(tl.abs(groups), axis=1), 127.0), 1e-5)
+    scales = tl.maximum(tl.div_rn(tl.max(tl.abs(groups), axis=1), 127.0), 1e-30)
     scales += tl.sum(groups * 0.0, axis=1)  # NaN if a number is not finite: a maximum would hide it
     codes = tl.div_rn(groups, scales[:, None])
     codes = (codes + 12582912.0) - 12582912.0  # at 1.5 * 2^23 the next float32 is 1 away: rounds halves to even

@@ -223,7 +223,7 @@ def store_head(stored, scales, at, x, x_at, head_dim):
         for j in range(i, i + KV_GROUP, LANES):
             v = load(x, x_at + j)
             largest, not_numbers = larger(absolute(v), largest), fma(v, constant(0), not_numbers)
-        scale = max(max_lanes(largest) / np.float32(127), np.float32(1e-5))
+        scale = max(max_lanes(largest) / np.float32(127), np.float32(1e-30))
         for j in range(i, i + KV_GROUP, LANES):
             store_rounded(stored, at + j, load(x, x_at + j) / splat(scale))
         scales[(at + i) // KV_GROUP] = scale + sum_lanes(not_numbers)  # a NaN if there is one: int8 has none
