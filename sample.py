@@ -291,9 +291,12 @@ def pool_of_chat(model, dev):
 
 
 def rolled(model):
-    """The model, with when_full=roll with a window. ValueError if it cannot roll."""
-    c = model.config
-    if when_full != 'roll' or c.max_positions == math.inf:
+    """The model, with when_full=roll with a window. ValueError if it has no context of that kind."""
+    c, is_endless = model.config, model.config.max_positions == math.inf
+    if is_endless and when_full in ('crop', 'shift'):
+        raise ValueError(f"when_full={when_full} is for a context that ends, and this model sees all texts through its "
+                         "window: leave when_full out")
+    if when_full != 'roll' or is_endless:
         return model
     window = keep or c.block_size - n_keep
     if c.position == 'learned':

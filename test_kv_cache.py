@@ -31,7 +31,7 @@ from decode.draw import DrawSettings, draw
 from device import fastest_threads, pick_device, share_cores, synchronize
 from engine import Engine, pool_for
 
-prompt = 'First '  # six characters, all of which Shakespeare has
+prompt = 'First '  # the text before the draws
 new_tokens = 200   # to draw in each way
 block_size = 128   # a longer context is cropped to this, so that the tokens go past it
 temperature = 0.8  # as sample.py
@@ -112,7 +112,9 @@ def ways_to_draw(model):
 def prompt_ids(model, tokenizer):
     if tokenizer is None:
         return torch.randint(model.config.vocab_size, (6,)).tolist()
-    if isinstance(tokenizer, tokenizers.CharTokenizer):  # a stand-in text may lack some of the letters
+    if not prompt:
+        raise ValueError("the prompt is empty: give --prompt= a text")
+    if isinstance(tokenizer, tokenizers.CharTokenizer) and prompt == 'First ':  # a model may lack some of its letters
         return [tokenizer.ids.get(c, 0) for c in prompt]
     return tokenizer.encode(prompt)
 

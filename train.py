@@ -205,7 +205,7 @@ def check_settings(world_size):
         raise ValueError(f"out_dir must be a folder, not {out_dir!r}: give another name, such as --out_dir=out-mine")
     if gradient_accumulation_steps % world_size:
         raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the "
-                         f"{world_size} processes")
+                         f"{world_size} processes: add --gradient_accumulation_steps={world_size}, for example")
     if max_minutes and world_size > 1:
         raise ValueError(f"max_minutes needs one process, not {world_size}, whose clocks differ: give --max_iters=")
     if max_minutes and decay_lr and lr_decay_iters <= warmup_iters:

@@ -4,6 +4,7 @@ import os
 import platform
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -125,7 +126,9 @@ def run_parts(asked, parts, **measured_on):
     measured on the same machine with the same `measured_on`, which is written beside the rows.
     """
     if asked.json:
-        os.makedirs(os.path.dirname(os.path.abspath(asked.json)), exist_ok=True)
+        folder = os.path.dirname(os.path.abspath(asked.json))
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # an OSError now, not when all is measured
     figures = read_json(asked.json) if asked.json and os.path.exists(asked.json) else {}
     measured_on = dict(machine=describe_machine(asked.device), **measured_on)
     for name, part in parts.items():

@@ -132,8 +132,9 @@ class Files:
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
             found = ("a file, but no GGUF" if os.path.isfile(folder) else "a folder without a model that can be read "
                      "(pickles, *.bin, are not)" if os.path.isdir(folder) else "no file and no folder here")
-            raise ValueError(f"{folder!r} is {found}: give {', '.join(GPT2_NAMES)}, a folder with config.json and "
-                             "*.safetensors, or with ckpt.pt, a GGUF file, or owner/name of a model on the hub")
+            fetched = "run `make real`, or " if 'data/real/' in folder else ''
+            raise ValueError(f"{folder!r} is {found}: {fetched}give {', '.join(GPT2_NAMES)}, a folder with config.json "
+                             "and *.safetensors, or with ckpt.pt, a GGUF file, or owner/name of a model on the hub")
         index = os.path.join(folder, 'model.safetensors.index.json')
         if 'model.safetensors' in names:  # as in transformers: an index beside it is of other files
             names = ['model.safetensors']

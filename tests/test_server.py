@@ -183,6 +183,9 @@ def test_names_and_pages_of_others_are_refused():
             assert client.get('/v1/models', headers=foreign[0]).status_code == (200 if key else 403)
             assert refused(client.get('/nowhere', headers=foreign[3]), 404)
     engine = spelling_engine()
+    for wrong in 'localhost:3000', 'http://a/b', 'http://a, b':
+        with pytest.raises(ValueError, match='must name origins as http://localhost:3000'):
+            Service(None, cors_origin=wrong)
     with serving(engine, cors_origin='*', allowed_hosts='*') as client:
         client.post('/v1/completions', json={'prompt': 'abcdefgh'})
         engine.until(lambda: 'abcd' in client.get('/cache').text)

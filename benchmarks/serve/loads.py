@@ -44,6 +44,8 @@ def check(asked):
         raise ValueError("each part of serve mode has lengths of its own: leave lengths at auto")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended too
     if why := missing(asked.llama_server):
+        if asked.llama_server:
+            raise ValueError(why)
         print(f"not compared: llama-server ({why})")
         return dict(bias=asked.bias, missing={'llama-server': why})
     said = subprocess.run([asked.llama_server, '--version'], capture_output=True, text=True, timeout=20)

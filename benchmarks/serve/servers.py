@@ -141,4 +141,4 @@ def missing(llama_server):
     """Why llama-server is not compared; '' if it is. llama_server: the path of its binary."""
     if not llama_server:
         return "give its path with --llama_server=PATH; benchmarks/serve/servers.py says how to build it"
-    return '' if os.access(llama_server, os.X_OK) else f"there is no program {llama_server}"
+    return '' if os.access(llama_server, os.X_OK) else f"there is no program {llama_server}: give another path"
