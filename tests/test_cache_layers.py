@@ -94,9 +94,8 @@ def test_what_is_cleared_is_zero():
 def hybrid(full=16, local=8, n_seq_max=1, n_swa=4, **how):
     """Layers 0 and 2 in a full cache, layers 1 and 3 with a window in a smaller one."""
     shape = dict(n_layer=4, n_head_kv=2, head_dim=16, n_seq_max=n_seq_max) | how
-    window = dict(n_swa=n_swa, swa_type='standard')
     return HybridCache(CellCache(kv_size=full, layer_filter=lambda layer: layer % 2 == 0, **shape),
-                       CellCache(kv_size=local, layer_filter=lambda layer: layer % 2 == 1, **shape, **window))
+                       CellCache(kv_size=local, layer_filter=lambda layer: layer % 2 == 1, n_swa=n_swa, **shape))
 
 
 def drawn(cache):

@@ -214,17 +214,17 @@ def test_a_token_does_not_look_at_cells_that_are_not_in_use(n_seq_max, unified):
     assert size < 40_000
 
 
-@pytest.mark.parametrize('window', [None, 'standard', 'chunked'])
-def test_the_mask_of_a_long_prompt_stays_bool(window):
+@pytest.mark.parametrize('n_swa', [0, 16_500])
+def test_the_mask_of_a_long_prompt_stays_bool(n_swa):
     """1,024 tokens at position 16,000: one byte for each token and key, and what a comparison needs."""
-    c = CellCache(1, 1, 8, 17_024, 2, n_swa=0 if window is None else 16_500, swa_type=window or 'none')
+    c = CellCache(1, 1, 8, 17_024, 2, n_swa=n_swa)
     for pos in (range(16_000), range(16_000, 17_024)):
         batch, cells = store(c, {0: pos})
     (_, allowed), size = peak(lambda: c.keys(batch))
     assert allowed.shape == (1, 1024, 17_024) and allowed.dtype == bool and size < 2.5 * allowed.size
     keys = c.layers_for(batch, cells, torch.device('cpu'))[0].key_positions
     mask = Positions(GPTConfig(), torch.from_numpy(batch.positions), torch.float32).mask(keys, 17_024)
-    first = {None: 0, 'standard': 17_023 - 16_499, 'chunked': 16_500}[window]
+    first = 17_024 - n_swa if n_swa else 0
     assert mask.dtype == torch.bool and np.array_equal(np.flatnonzero(mask[0, 0, -1]), np.arange(first, 17_024))
 
 
@@ -235,7 +235,7 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     put(c, {0: range(5)})
     c.state_save(tmp_path / 'one', 0)
     c.state_save(tmp_path / 'all')
-    window = cache(n_swa=4, swa_type='standard')
+    window = cache(n_swa=4)
     put(window, {0: range(5)})
     window.state_save(tmp_path / 'window', 0)
     (tmp_path / 'junk').write_bytes(b'junk' * 100)
@@ -246,8 +246,7 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
                            (dict(head_dim=64), 'one', 0), (dict(type_v='int8'), 'one', 0), (dict(kv_size=4), 'one', 0),
                            (dict(kv_size=4), 'all', None), (dict(n_seq_max=2), 'all', None),
                            (dict(unified=False), 'all', None), ({}, 'window', 0),
-                           (dict(n_swa=5, swa_type='standard'), 'window', 0),
-                           (dict(n_swa=4, swa_type='chunked'), 'window', 0),
+                           (dict(n_swa=5), 'window', 0),
                            ({}, 'all', 0), ({}, 'one', None), ({}, 'junk', 0), ({}, 'weights', 0), ({}, 'list', 0),
                            ({}, 'absent', 0)):
         other = cache(**how)

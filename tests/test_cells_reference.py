@@ -28,16 +28,14 @@ class OneCell:
 class OneStream:
     """Cells one by one, and the head: find_slot, apply_ubatch, seq_rm and seq_add as llama-kv-cache.cpp has them."""
 
-    def __init__(self, window, kind):
-        self.cells, self.head, self.window, self.kind = [OneCell() for _ in range(SIZE)], 0, window, kind
+    def __init__(self, window):
+        self.cells, self.head, self.window = [OneCell() for _ in range(SIZE)], 0, window
 
     def last(self, seq):
         return max((cell.pos for cell in self.cells if seq in cell.owners), default=None)
 
     def passed(self, pos, now):
-        if self.kind == 'none':
-            return False
-        return now - pos >= self.window if self.kind == 'standard' else pos // self.window < now // self.window
+        return bool(self.window) and now - pos >= self.window
 
     def usable(self, cell):
         alone = len(cell.owners) == 1 and self.passed(cell.pos, self.last(*cell.owners) + 1)
@@ -100,15 +98,14 @@ class OneStream:
 
 class CellsMachine(RuleBasedStateMachine):
     """The value in a cell is the number of its token; the key is computed from it, and turned by its position."""
-    unified, type_k, type_v, rope_base, window = True, 'float32', 'float32', 10000.0, (0, 'none')
+    unified, type_k, type_v, rope_base, window = True, 'float32', 'float32', 10000.0, 0
     seqs, ends = st.integers(0, N_SEQ - 1), st.sampled_from([-1, -1, -1, -1, *range(SIZE + 1)])
 
     def __init__(self):
         super().__init__()
-        n_swa, kind = self.window
         self.cache = cache(SIZE, N_SEQ, unified=self.unified, type_k=self.type_k, type_v=self.type_v, can_shift=True,
-                           rope_base=self.rope_base, n_swa=n_swa, swa_type=kind)
-        self.naive, self.n_tokens = [OneStream(*self.window) for _ in self.cache.streams], 0
+                           rope_base=self.rope_base, n_swa=self.window)
+        self.naive, self.n_tokens = [OneStream(self.window) for _ in self.cache.streams], 0
         self.folder = tempfile.TemporaryDirectory()
 
     def of(self, seq):
@@ -285,14 +282,13 @@ class CellsMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def machine(unified, window=(0, 'none'), **how):
+def machine(unified, window=0, **how):
     kind = type('Machine', (CellsMachine,), dict(unified=unified, window=window, **how)).TestCase
     kind.settings = settings(max_examples=sizes(8, 60), stateful_step_count=40, deadline=None)
     return kind
 
 
 TestUnified, TestStreams = machine(True), machine(False, rope_base=100.0)
-TestUnifiedWindow, TestStreamsWindow = machine(True, (2, 'standard')), machine(False, (4, 'standard'))
-TestUnifiedChunks, TestStreamsChunks = machine(True, (3, 'chunked')), machine(False, (4, 'chunked'))
+TestUnifiedWindow, TestStreamsWindow = machine(True, 2), machine(False, 4)
 TestRounded = machine(True, type_k='int8', type_v='int8')
-TestRoundedWindow = machine(False, (3, 'standard'), type_k='bfloat16', rope_base=100.0)
+TestRoundedWindow = machine(False, 3, type_k='bfloat16', rope_base=100.0)

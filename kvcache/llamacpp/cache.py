@@ -26,7 +26,7 @@ import torch
 
 from decode.eager import layers_of_step
 from kvcache.llamacpp import state
-from kvcache.llamacpp.cells import EMPTY, Streams, Window
+from kvcache.llamacpp.cells import EMPTY, Streams
 from kvcache.storage import BITS, Layer, Scratch
 from positions import rotary_angles, rotary_frequencies, rotate
 
@@ -62,8 +62,7 @@ class CellLayer(Layer):
 class CellCache(Streams):
     """
     n_layer: layers of the model. n_head_kv, head_dim: heads of keys and values, and channels of each.
-    kv_size, n_seq_max, unified: see `Streams`. type_k, type_v: how keys and values are stored, see `SlotArray`.
-    n_swa, swa_type: size and kind of a `Window`; kind 'none' for no window.
+    kv_size, n_seq_max, unified, n_swa: see `Streams`. type_k, type_v: how keys and values are stored, see `SlotArray`.
     device: of keys and values; one for all, or a function of the layer.
     layer_filter: a function of the layer: does it have a cache? Layers without one raise ValueError when used.
     layer_reuse: a function of the layer: an earlier layer whose keys and values it reads instead of its own, or None.
@@ -72,10 +71,9 @@ class CellCache(Streams):
     """
 
     def __init__(self, n_layer, n_head_kv, head_dim, kv_size, n_seq_max, unified=True, type_k='float32',
-                 type_v='float32', n_swa=0, swa_type='none', device='cpu', layer_filter=None, layer_reuse=None,
-                 can_shift=False, rope_base=10000.0, rope_scaling=()):
-        super().__init__(kv_size, n_seq_max, unified, Window(n_swa, swa_type) if swa_type != 'none' else None,
-                         can_shift)
+                 type_v='float32', n_swa=0, device='cpu', layer_filter=None, layer_reuse=None, can_shift=False,
+                 rope_base=10000.0, rope_scaling=()):
+        super().__init__(kv_size, n_seq_max, unified, n_swa, can_shift)
         self.n_head_kv, self.head_dim = n_head_kv, head_dim
         self.rope_base, self.rope_scaling, self.frequencies = rope_base if can_shift else None, rope_scaling, None
         if self.rope_base is not None:
@@ -168,9 +166,8 @@ class CellCache(Streams):
             allowed = np.repeat(self.streams[0].owners[rows, :n_kv], counts, axis=0)[None]
         else:
             allowed = np.repeat((pos != EMPTY)[:, None], batch.positions.shape[1], axis=1)
-        if self.window is not None:
-            hidden = self.window.hides(pos[:, None], batch.positions[..., None])
-            allowed &= np.logical_not(hidden, out=hidden)  # in place: a mask of a long prompt is large
+        if self.n_swa:
+            allowed &= pos[:, None] > batch.positions[..., None] - self.n_swa  # in place: a mask may be large
         return pos, allowed
 
     def update(self):

@@ -11,7 +11,7 @@ Follows llama.cpp's src/llama-kv-cells.h and the part of src/llama-kv-cache.cpp 
     here                                            there
     Cells, used, end, shift                         llama_kv_cells, get_used, used_max_p1, shift
     Cells.put, Streams.move                         pos_set and seq_add, pos_add and pos_div
-    Window.hides                                    is_masked_swa
+    n_swa                                           the same name, with LLAMA_SWA_TYPE_STANDARD
     Batch, and the cells that find_slot returns     llama_ubatch, slot_info
     find_slot, apply                                find_slot, apply_ubatch
     seq_rm, _cp, _keep, _add, _div, _pos_min, _max  the same names
@@ -114,20 +114,19 @@ class Cells:
         else:
             self.own(self.of(seq, p0, p1), seq, False)
 
-    def usable(self, window, stop):
+    def usable(self, n_swa, stop):
         """
         The cells before `stop`, which is at least `end`, that may be written, in ascending order: empty ones, and those
-        with one owner whose window hides them from its next token.
+        with one owner whose window of n_swa positions (0: none) hides them from its next token.
         """
         pos, owners = self.pos[:stop], self.owners[:, :stop]
         usable = pos == EMPTY
-        if window is not None:
+        if n_swa:
             last = np.broadcast_to(pos, owners.shape).max(axis=1, where=owners, initial=EMPTY)
-            passed = window.hides(pos, last[owners.argmax(axis=0)] + 1)
-            usable |= passed & (owners.sum(axis=0) == 1)
+            usable |= (pos + n_swa <= last[owners.argmax(axis=0)] + 1) & (owners.sum(axis=0) == 1)
         return np.flatnonzero(usable)
 
-    def find(self, n, window=None):
+    def find(self, n, n_swa=0):
         """
         n cells that may be written, int64 (n,), or `NoSlot`. Changes nothing.
 
@@ -136,7 +135,7 @@ class Cells:
         """
         size = len(self)
         head = 0 if self.head > self.used() + 2 * n else self.head % size
-        found = self.usable(window, min(size, max(head, self.end) + n))  # enough, or all that there are
+        found = self.usable(n_swa, min(size, max(head, self.end) + n))  # enough, or all that there are
         if len(found) < n:
             raise NoSlot(f"the cache is full: {n} cells are needed and {len(found)} are free: remove a sequence, or "
                          "make the cache larger")
@@ -163,23 +162,6 @@ class Cells:
         return '\n'.join(parts[:-1])
 
 
-class Window:
-    """
-    Sliding-window attention. kind 'standard': a token sees the last n_swa positions, its own included. 'chunked': it
-    sees its chunk of n_swa positions, up to its own.
-    """
-
-    def __init__(self, n_swa, kind):
-        if kind not in ('standard', 'chunked') or n_swa < 1:
-            raise ValueError("a window must be 'standard' or 'chunked', and of at least 1 position, not "
-                             f"{kind!r} of {n_swa}")
-        self.n_swa, self.kind = n_swa, kind
-
-    def hides(self, p0, p1):
-        """Is position p0 too early for a token at p1 to see? Arrays broadcast."""
-        return p0 < (p1 - self.n_swa + 1 if self.kind == 'standard' else p1 // self.n_swa * self.n_swa)
-
-
 @dataclass(frozen=True)
 class Batch:
     """
@@ -196,15 +178,18 @@ class Batch:
 class Streams:
     """
     kv_size: the number of cells of a stream. n_seq_max: the number of sequences, which are numbered from 0. unified:
-    one stream for all of them, or one each. window: a `Window`, or None. can_shift: can positions be changed?
+    one stream for all of them, or one each. n_swa: how many positions a token sees, its own included; 0: all before it.
+    can_shift: can positions be changed?
     streams: the `Cells` of each stream. shift: their shifts one after the other, int64 (len(streams) * kv_size,).
 
     Ranges of positions are those of `Cells`. A method that raises ValueError has changed nothing.
     """
 
-    def __init__(self, kv_size, n_seq_max, unified=True, window=None, can_shift=False):
+    def __init__(self, kv_size, n_seq_max, unified=True, n_swa=0, can_shift=False):
+        if n_swa < 0:
+            raise ValueError(f"n_swa must be a number of positions, or 0, not {n_swa}")
         self.kv_size, self.n_seq_max, self.unified = kv_size, n_seq_max, unified
-        self.window, self.can_shift = window, can_shift
+        self.n_swa, self.can_shift = n_swa, can_shift
         ranges = [range(n_seq_max)] if unified else [range(seq, seq + 1) for seq in range(n_seq_max)]
         self.shift = np.zeros(len(ranges) * kv_size, dtype=np.int64)
         self.streams = [Cells(*each) for each in zip(ranges, self.shift.reshape(len(ranges), kv_size))]
@@ -270,7 +255,7 @@ class Streams:
                 if (owners != owners[0]).any():
                     raise diverged(seqs)
         n = batch.positions.shape[1]
-        return np.stack([self.streams[s].find(n, self.window) for s in batch.streams])
+        return np.stack([self.streams[s].find(n, self.n_swa) for s in batch.streams])
 
     def apply(self, found, batch):
         """Write the positions and owners of a batch to the cells that `find_slot` has found for it."""

@@ -15,16 +15,16 @@ import torch
 
 from whole_file import replacing
 
-FORMAT, VERSION = 'kvcache-state', 4
+FORMAT, VERSION = 'kvcache-state', 5
 
 
 def settings(cache, one):
     """The settings that a file of one sequence, or of all, and the cache it is loaded into must have in common."""
-    own, window = cache.own_layers, cache.window
+    own = cache.own_layers
     found = dict(version=VERSION, layers=[None if layer is None else own.index(layer) for layer in cache.layers],
                  n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind,
                  rope_base=cache.rope_base, rope_scaling=list(cache.rope_scaling) or None,
-                 window=[window.kind, window.n_swa] if window else None)
+                 n_swa=cache.n_swa)
     return found if one else found | dict(n_seq_max=cache.n_seq_max, unified=cache.unified)
 
 
@@ -53,8 +53,8 @@ def save(cache, path, seq=None):
     for part, s in enumerate(streams):
         cells = cache.streams[s]
         mine = cells.of(seq)
-        if seq is not None and len(mine) and cache.window:
-            mine = mine[~cache.window.hides(cells.pos[mine], cache.seq_pos_max(seq))]
+        if seq is not None and len(mine) and cache.n_swa:
+            mine = mine[cells.pos[mine] > cache.seq_pos_max(seq) - cache.n_swa]
         owners = cells.owners[:, mine] if seq is None else np.ones((1, len(mine)), dtype=bool)
         for name, array in (('pos', cells.pos[mine]), ('shift', cells.shift[mine]), ('owners', owners.T)):
             tensors[f'{part}.{name}'] = torch.from_numpy(np.ascontiguousarray(array))
@@ -82,7 +82,7 @@ def load(cache, path, seq=None):
              for part in range(len(streams))]
     with cache.trial():
         cache.seq_rm(seq)
-        found = [cache.streams[s].find(len(part['pos']), cache.window) for s, part in zip(streams, parts)]
+        found = [cache.streams[s].find(len(part['pos']), cache.n_swa) for s, part in zip(streams, parts)]
     cache.seq_rm(seq)
     for s, part, where in zip(streams, parts, found):
         if len(where):
