@@ -43,6 +43,8 @@ device = 'auto'    # cpu, cuda, mps
 out_dir = ''       # of a run, whose model is compared
 init_from = ''     # or another model: what sample.py takes
 
+DEFAULT_PROMPT = prompt
+
 
 def load_model(dev):
     """(model, tokenizer or None): that of a setting, the newest of Shakespeare, or a random model of its shape."""
@@ -114,7 +116,7 @@ def prompt_ids(model, tokenizer):
         return torch.randint(model.config.vocab_size, (6,)).tolist()
     if not prompt:
         raise ValueError("the prompt is empty: give --prompt= a text")
-    if isinstance(tokenizer, tokenizers.CharTokenizer) and prompt == 'First ':  # a model may lack some of its letters
+    if isinstance(tokenizer, tokenizers.CharTokenizer) and prompt == DEFAULT_PROMPT:  # a model may lack its letters
         return [tokenizer.ids.get(c, 0) for c in prompt]
     return tokenizer.encode(prompt)
 

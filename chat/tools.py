@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
 HERMES = Form('<tool_call>', '</tool_call>', 'arguments')
 LLAMA = Form('', '', 'parameters')
-PYTHON_TAG = '<|python_tag|>'  # that may stand before a call of LLAMA
+PYTHON_TAG = '<|python_tag|>'  # may stand before a call in the form LLAMA
 
 
 class Call(NamedTuple):

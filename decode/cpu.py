@@ -104,8 +104,6 @@ class CPUExecutor:
         slots or on the number of threads. `Refused` on tokens, positions and runs that do not fit the model, the slots
         or each other, before a key or a value of that step is written; `NotNumbers` if logits are broken.
         """
-        if not self.layers:
-            raise Refused("this executor holds no slots, because its engine is gone: give it to a new Engine")
         with workers.lock:
             batch.make_copies(self.layers)
             if batch.decodes and len(batch.tokens) <= CHUNK:

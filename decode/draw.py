@@ -52,12 +52,12 @@ class DrawSettings:
         self.values = tuple(float(values[name]) for name in SETTING_NAMES)
         if not isinstance(seed, (int, np.integer)):
             raise ValueError(f"seed must be an integer, not {seed!r}")
-        self.seed, self.stop_ids, self.min_tokens = seed % 2**64, sorted(stop_ids), min_tokens if stop_ids else 0
         biases = dict(logit_bias)
-        for token in (*self.stop_ids, *biases):
+        for token in (*stop_ids, *biases):
             if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
                 raise ValueError(f"token ids are 0 to {vocab_size - 1}, and a stop or a bias is for {token}: "
                                  "leave it out")
+        self.seed, self.stop_ids, self.min_tokens = int(seed) % 2**64, sorted(stop_ids), min_tokens if stop_ids else 0
         self.bias_tokens, self.biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float64)
         if np.isnan(self.biases).any():
             raise ValueError("a bias must be a number, not nan: leave it out")

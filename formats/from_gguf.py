@@ -201,8 +201,10 @@ class GGUFFile:
 
     def is_bfloat16(self, name):
         """Is a tensor bfloat16? A vector in a wider type counts if all of its numbers are."""
-        if name == FREQUENCIES or len(self.tensors[name].shape) > 1:
-            return name == FREQUENCIES or self.tensors[name].kind == self.gguf.GGMLQuantizationType.BF16
+        if name == FREQUENCIES:  # no weight
+            return True
+        if len(self.tensors[name].shape) > 1:
+            return self.tensors[name].kind == self.gguf.GGMLQuantizationType.BF16
         w = self.numbers(name, torch.float32)
         return torch.equal(w, w.bfloat16().float())
 

@@ -112,8 +112,8 @@ def rule_of(content):
                          f"llama.cpp's rules that are known here does: {TO_HF}")
     if model.get('type') != 'BPE' or model.get('byte_fallback') or any(
             token.get(flag) for token in content.get('added_tokens', ()) for flag in FLAGS if flag != 'normalized'):
-        raise ValueError("this tokenizer.json has none of llama.cpp's kinds of tokens: they are no byte pairs, or are "
-                         f"added with lstrip, rstrip or single_word: {TO_HF}")
+        raise ValueError("this tokenizer.json has tokens that are no byte pairs, or added ones with lstrip, rstrip or "
+                         f"single_word, which none of llama.cpp's rules knows: {TO_HF}")
     return names[0]
 
 

@@ -69,8 +69,8 @@ def to_huggingface(model, folder, tokenizer=None):
         # safetensors writes files that their owner alone can read
         shutil.copymode(os.path.join(new, 'config.json'), os.path.join(new, 'model.safetensors'))
     if family == 'qwen2' and 'tokenizer.json' in files and not is_of_qwen(files['tokenizer.json']):
-        print("AutoTokenizer of transformers 5 gives a qwen2 Qwen's rules, whatever its tokenizer.json has: use "
-              f"PreTrainedTokenizerFast.from_pretrained({os.fspath(folder)!r})", file=sys.stderr)
+        print("AutoTokenizer of transformers 5 applies Qwen's rules to every qwen2, whatever its tokenizer.json has: "
+              f"use PreTrainedTokenizerFast.from_pretrained({os.fspath(folder)!r})", file=sys.stderr)
     return family
 
 

@@ -116,8 +116,10 @@ def add_byte_pairs(writer, tokenizer, vocab_size):
 
 def around(library):
     """The ids that a tokenizer of the tokenizers library puts before a text and behind it: two lists."""
-    a = next(text for text in ('a', *library.get_vocab()) if library.encode(text, add_special_tokens=False).ids)
-    whole, text = (library.encode(a, add_special_tokens=adds).ids for adds in (True, False))
+    added = {*library.encode('').ids}
+    texts = ((text, library.encode(text, add_special_tokens=False).ids) for text in ('a', *library.get_vocab()))
+    a, text = next((a, ids) for a, ids in texts if ids and not added & {*ids})
+    whole = library.encode(a).ids
     n = next(n for n in range(len(whole) + 1) if whole[n:n + len(text)] == text)
     return whole[:n], whole[n + len(text):]
 

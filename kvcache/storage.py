@@ -32,7 +32,7 @@ def quantise(x, bits, group):
     """
     largest = {8: 127, 4: 7}[bits]
     groups = x.unflatten(-1, (-1, group))
-    scale = (groups.abs().amax(dim=-1) / largest).clamp(min=SMALLEST_SCALE)
+    scale = (groups.abs().amax(dim=-1) / largest).clamp(min=max(SMALLEST_SCALE, torch.finfo(x.dtype).tiny))
     codes = (groups / scale[..., None]).round().clamp(-largest, largest).to(torch.int8).flatten(-2)
     if bits == 4:
         codes = codes.view(torch.uint8) & 15
@@ -82,6 +82,12 @@ def zeros(shape, dtype, device):
     return torch.from_numpy(raw[start:start + n]).view(dtype).view(shape)
 
 
+def group_of(head_dim):
+    """How many numbers of a head share a scale."""
+    common = math.gcd(head_dim, KV_GROUP)
+    return common if common >= 8 else head_dim
+
+
 class SlotArray:
     """
     n_slots slots of n_head vectors of head_dim numbers.
@@ -96,8 +102,7 @@ class SlotArray:
         if kind not in BITS:
             raise ValueError(f"numbers are stored as {', '.join(BITS)}, not {kind!r}")
         self.kind, self.head_dim, self.scale, dtype = kind, head_dim, None, getattr(torch, kind)
-        common = math.gcd(head_dim, KV_GROUP)
-        self.group = common if common >= 8 else head_dim
+        self.group = group_of(head_dim)
         with torch.inference_mode(False):  # so that they can be written with inference mode on or off
             self.data = zeros((n_head, n_slots, head_dim), dtype, device)
             if kind == 'int8':
@@ -200,8 +205,10 @@ def free_memory(device):
 
 
 def bytes_of_slots(config, n, type_kv='float32'):
-    """Bytes of n slots in all layers of a model, without the scales of int8."""
-    return n * 2 * config.n_layer * config.n_kv_head * config.head_dim * BITS[type_kv] // 8
+    """Bytes of n slots in all layers of a model."""
+    of_head = config.head_dim * BITS[type_kv] // 8 + 4 * (config.head_dim // group_of(config.head_dim)) * (
+        type_kv == 'int8')
+    return n * 2 * config.n_layer * config.n_kv_head * of_head
 
 
 def make_layers(model, n_slots, type_kv='float32'):

@@ -93,7 +93,7 @@ class TextChoice(Choice):
         prompt_text = served.tokenizer.decode(prompt) if body.echo or self.has_logprobs else ''
         self.offset = len(prompt_text)
         self.left_out = served.tokenizer.special_ids if body.skip_special_tokens else ()
-        self.n_echoed = len(prompt) if body.echo else 0  # tokens of the prompt, all of which have a text
+        self.n_prompt = len(prompt) if body.echo else 0  # its tokens to come: special ones have a text too
         if body.echo:  # a text may lack the blank of its first token
             self.pieces = [prompt_text]
             self.offset -= len(b''.join([served.token_bytes[token] for token in prompt]).decode('utf-8', 'replace'))
@@ -113,9 +113,9 @@ class TextChoice(Choice):
             data = self.served.token_bytes[token]
             tokens.append(name_of_token(data))
             offsets.append(max(0, self.offset))
-            if self.n_echoed > 0 or token not in self.left_out:
+            if self.n_prompt > 0 or token not in self.left_out:
                 self.offset += len(self.characters.decode(data))
-            self.n_echoed -= 1
+            self.n_prompt -= 1
             if found is None:  # of the first token: nothing predicts it
                 token_logprobs.append(None)
                 top_logprobs.append(None)

@@ -15,14 +15,14 @@ HEAD, BODY = 30, 120  # seconds for the head of a request and for its body
 IDLE = 75             # seconds between two requests: longer than clients keep a connection, so that they close it
 READER = 300          # seconds in which a client must have read some of what waits for it
 MOST_HEAD = 2**16     # bytes of a head
-MOST_FILES = os.sysconf('SC_OPEN_MAX') if hasattr(os, 'sysconf') else -1  # open ones; Windows has no limit
+MOST_FILES = os.sysconf('SC_OPEN_MAX') if hasattr(os, 'sysconf') else -1  # files that may be open; Windows has no limit
 MOST = 1000 if MOST_FILES < 0 else max(4, min(1000, MOST_FILES - 48))  # connections; some files are left for all else
 
 
 class Connection(HttpToolsProtocol):
     """
-    n_head: bytes of the next head that have come; None within a body. last: the last bytes of the head that have come,
-    because a name may be split over two packets. state, since: what `check` found last, and when it was new.
+    n_head: bytes of the next head that have come; None within a body. last: the last bytes that came before: the name
+    of a header may be split over two packets. state, since: what `check` found last, and when it was new.
     """
     told = False  # does stderr say that there are too many?
 
@@ -74,9 +74,10 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data):
         if self.n_head is not None:
             self.n_head += len(data)
-            head, end, body = (self.last + data).partition(b'\r\n\r\n')  # a body must keep its length
-            head = re.sub(rb'(?i)(\r\nupgrade):', rb'\1-ignored:', head)  # to HTTP/2: the body would be lost
-            data, self.last = (head + end + body)[len(self.last):], head[-9:]
+            # a client that offers HTTP/2 would lose its body. The new name has as many bytes: a body may be here too
+            seen = self.last + data
+            data = re.sub(rb'(?i)\r\nupgrade:', b'\r\nignored:', seen)[len(self.last):]
+            self.last = seen[-9:]
         super().data_received(data)
         if (self.n_head or 0) > MOST_HEAD and not self.transport.is_closing():
             self.refuse(431, f"the head of a request may have {MOST_HEAD:,} bytes: send fewer headers")

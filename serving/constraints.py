@@ -89,7 +89,7 @@ class Constraint:
             if c.matcher.is_error():
                 c.error = dead_end_of(line_of(c.matcher.get_error()))
             elif c.n_new < c.min_tokens and c.allowed.any() and not (c.allowed & ~c.ends).any():
-                c.error = DeadEnd("the text cannot go on in its form, which allows only tokens that end it, and "
+                c.error = DeadEnd("the form allows only tokens that end the text here, and "
                                   f"{c.min_tokens} others must come first: lower min_tokens, or name fewer stop tokens")
             c.is_complete = bool(c.error) or not c.allowed.any()
             if may_end:

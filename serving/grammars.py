@@ -5,6 +5,7 @@ Some grammars take minutes to compile, such as `multipleOf` 4,000,007, and a cha
 So each is first compiled in a process that has no other task, see chat/template.py, and again where that went well.
 """
 import json
+import math
 import sys
 from decimal import Decimal
 
@@ -21,7 +22,8 @@ BLANKS = r'[ \n]{1,40}'
 # the model chooses how a text is divided into tokens, and the library forces no division
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
-NAMED = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas'  # of a schema: dicts by names
+# of a schema: dicts whose keys are names
+NAMED = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas', 'dependencies'
 waiting = []             # processes that wait for a question
 
 
@@ -45,7 +47,7 @@ def json_rule(schema):
         raise ValueError(f"x-guidance must be an object of llguidance's options, not {given!r:.40}")
     if (number := next(rounded_numbers(schema), None)) is not None:
         raise ValueError(f"const or enum has the number {number!r}, which the library may round: give integers up to "
-                         "2**53, floats of up to 15 digits and 22 zeros, or texts")
+                         "2**53, floats of up to 15 digits whose last one stands for 10**-22 to 10**22, or texts")
     options = {'whitespace_pattern': BLANKS} | given
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
 
@@ -63,6 +65,8 @@ def may_be_rounded(number):
     """The library reads digits as a float, times a power of ten: that is exact up to 2**53 and 10**22."""
     if type(number) is int:
         return abs(number) >= 2**63 or float(number) != number
+    if not math.isfinite(number):
+        return True
     number = Decimal(repr(number)).as_tuple()
     return int(''.join(map(str, number.digits))) > 2**53 or abs(number.exponent) > 22
 

@@ -169,7 +169,7 @@ def forms_of(body, served):
     try:
         return {'tools': ('tools', grammar(form, tools, several, json_rule, answer))}
     except ValueError as e:
-        raise invalid('tools', f"the schema of a tool, or the one that the answer may have: {e}") from None
+        raise invalid('tools', f"the schema of a tool or of response_format: {e}") from None
 
 
 def requests_of(body, served, id, deliver):

@@ -75,7 +75,7 @@ class Service:
         self.origins = [origin.strip().rstrip('/') for origin in cors_origin.split(',') if origin.strip()]
         for origin in self.origins:
             if not re.fullmatch(r'\*|null|[\w.+-]+://[^/\s]+', origin):
-                raise ValueError(f"cors_origin must name origins as http://localhost:3000 is one, or *, not {origin!r}")
+                raise ValueError(f"cors_origin must be origins such as http://localhost:3000, or *, not {origin!r}")
         names = [re.escape(name.strip().rpartition('://')[2].partition(':')[0]).replace(r'\*', '.*')
                  for name in ['localhost', '*.localhost', *{*self.origins} - {'*'}, *allowed_hosts.split(',')] if name]
         self.hosts = re.compile(rf'([\d.]+|\[[\da-f:.]+\]|{"|".join(names)})\.?(:\d*)?', re.IGNORECASE)

@@ -230,6 +230,7 @@ def test_min_tokens_and_counts_of_what_was_drawn():
 def test_numbers_that_are_no_ids_are_refused(how):
     with pytest.raises(ValueError, match='1.5|11'):
         DrawSettings(11, **how)
+    assert DrawSettings(11, seed=np.int64(7), stop_ids=[np.int32(3)]).seed == DrawSettings(11, seed=7).seed
 
 
 def test_infinite_logits():

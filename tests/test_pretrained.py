@@ -111,6 +111,11 @@ def test_the_models_of_the_hub(hf, expected):
     (LLAMA_3_2_1B, dict(rope_scaling=dict(rope_type='default', rope_theta=7.0), rope_parameters=LLAMA_3_2_1B[
         'rope_scaling']), dict(rope_theta=7.0, rope_scaling=())),
     (LLAMA_3_2_1B, dict(original_max_position_embeddings=4096), dict(rope_scaling=(32.0, 1.0, 4.0, 4096))),
+    (LLAMA_3_2_1B, dict(rope_scaling={key: value for key, value in LLAMA_3_2_1B['rope_scaling'].items()
+                                      if key != 'original_max_position_embeddings'}),
+     dict(rope_scaling=(32.0, 1.0, 4.0, 131072))),
+    (LLAMA_3_2_1B, dict(rope_scaling=dict(LLAMA_3_2_1B['rope_scaling'], rope_type='default', type='llama3')),
+     dict(rope_scaling=())),
     (LLAMA_3_2_1B, dict(pretraining_tp=None, hidden_act='swish'), dict(mlp='swiglu')),
 ])
 def test_each_field(hf, change, expected):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import model_of
 
-from kvcache import make_layers, storage
+from kvcache import bytes_of_slots, make_layers, storage
 from kvcache.storage import Layer, SlotArray, dequantise, quantise
 
 FLOATS = 'float64', 'float32', 'float16', 'bfloat16'
@@ -30,7 +30,10 @@ def test_quantised_by_hand():
     codes, scale = quantise(torch.tensor([.5, 1.5, 2.5, -127, 0, 0, 0, 0]), 8, 8)
     assert codes.tolist() == [0, 2, 2, -127, 0, 0, 0, 0] and scale.tolist() == [1]
     codes, scale = quantise(torch.zeros(8), 8, 8)
-    assert codes.tolist() == [0] * 8 and scale.tolist() == pytest.approx([1e-30])
+    assert codes.tolist() == [0] * 8 and scale.tolist() == [np.float32(1e-30)]
+    codes, _ = quantise(torch.tensor([1e-12, -.5e-12]), 8, 2)
+    assert codes.tolist() == [127, -64]
+    assert quantise(torch.zeros(2, dtype=torch.float16), 8, 2)[0].tolist() == [0, 0]
     codes, scale = quantise(torch.tensor([7., -7, 1, -1]), 4, 4)
     # -7 is 1001, -1 is 1111; the low half is first
     assert codes.tolist() == [7 | 9 << 4, 1 | 15 << 4] and scale.tolist() == [1]
@@ -117,11 +120,12 @@ def test_free_memory_is_that_of_the_machine_or_of_the_container(tmp_path, monkey
     assert 2**20 < free <= os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') or free == math.inf
 
 
-@pytest.mark.parametrize('kind, n_bytes', [('float32', 4), ('int8', 1)])
-def test_slots_that_do_not_fit_are_refused(kind, n_bytes, monkeypatch):
-    m = model_of('rope')
-    c = m.config
-    n_bytes *= 160 * 2 * c.n_layer * c.n_kv_head * c.head_dim
+@pytest.mark.parametrize('kind', ['float32', 'int8'])
+@pytest.mark.parametrize('n_embd', [16, 96, 128])  # 4, 24 and 32 channels of a head
+def test_slots_that_do_not_fit_are_refused(kind, n_embd, monkeypatch):
+    m = model_of('rope', n_embd=n_embd)
+    n_bytes = sum(t.nbytes for layer in make_layers(m, 160, kind) for t in layer.tensors())
+    assert bytes_of_slots(m.config, 160, kind) == n_bytes
     monkeypatch.setattr(storage, 'ALWAYS_FREE', 0)
     monkeypatch.setattr(storage, 'free_memory', lambda device: n_bytes)
     make_layers(m, 160, kind)

@@ -8,7 +8,7 @@ import checkpoint as checkpoints
 from training.checkpointer import FILES
 from training.parallel import sharded_like
 
-NO_SHAPE = 'vocab_size', 'block_size', 'dropout'  # may be others than those of the weights
+NO_SHAPE = 'vocab_size', 'block_size', 'dropout'  # may differ from those of the weights
 
 
 def load_furthest(out_dir):

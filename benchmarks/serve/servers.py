@@ -10,6 +10,7 @@ llama-server is built from the source package of llama-cpp-python, whose wheel d
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -141,4 +142,4 @@ def missing(llama_server):
     """Why llama-server is not compared; '' if it is. llama_server: the path of its binary."""
     if not llama_server:
         return "give its path with --llama_server=PATH; benchmarks/serve/servers.py says how to build it"
-    return '' if os.access(llama_server, os.X_OK) else f"there is no program {llama_server}: give another path"
+    return '' if shutil.which(llama_server) else f"there is no program {llama_server}: give another path"

@@ -37,8 +37,8 @@ LANES = 16 if features.get('avx512f') else 8  # eight floats are one AVX registe
 I1, I8, I16, I32, I64, F32, F64 = *map(ir.IntType, (1, 8, 16, 32, 64)), ir.FloatType(), ir.DoubleType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
-# for functions that compiled code alone calls. Wrappers for calls from Python would take a seventh of the compiling. A
-# division by zero gives no number: an exception would end one thread of a step, and the others would wait for it
+# for functions that compiled code alone calls. Wrappers for calls from Python would take a seventh of the compiling.
+# A division by zero results in inf or NaN: an exception would end one thread of a step, and the others would wait
 njit = functools.partial(numba.njit, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model='numpy')
 
 

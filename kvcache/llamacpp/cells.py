@@ -187,7 +187,7 @@ class Streams:
 
     def __init__(self, kv_size, n_seq_max, unified=True, n_swa=0, can_shift=False):
         if n_swa < 0:
-            raise ValueError(f"n_swa must be a number of positions, or 0, not {n_swa}")
+            raise ValueError(f"n_swa must be a number of positions (0: no window), not {n_swa}")
         self.kv_size, self.n_seq_max, self.unified = kv_size, n_seq_max, unified
         self.n_swa, self.can_shift = n_swa, can_shift
         ranges = [range(n_seq_max)] if unified else [range(seq, seq + 1) for seq in range(n_seq_max)]
