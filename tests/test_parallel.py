@@ -225,7 +225,7 @@ def test_torchrun_restarts_a_resumed_run_that_has_lost_a_process(two):
 def test_a_failure_of_several_processes_is_said_in_a_line(repo):
     done = run(repo, *torchrun(repo), 'train.py', *TINY, '--gradient_accumulation_steps=3')
     assert done.returncode
-    assert 'train.py: error: gradient_accumulation_steps 3 must be divisible by the 2 processes\n' in done.stderr
+    assert 'train.py: error: gradient_accumulation_steps 3 must be divisible by the 2 processes: add' in done.stderr
 
 
 @pytest.mark.parametrize('device, backend, gpus, message', [
