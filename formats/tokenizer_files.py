@@ -118,7 +118,7 @@ def around(library):
     """The ids that a tokenizer of the tokenizers library puts before a text and behind it: two lists."""
     added = {*library.encode('').ids}
     texts = ((text, library.encode(text, add_special_tokens=False).ids) for text in ('a', *library.get_vocab()))
-    a, text = next((a, ids) for a, ids in texts if ids and not added & {*ids})
+    a, text = next(((a, ids) for a, ids in texts if ids and not added & {*ids}), ('', []))
     whole = library.encode(a).ids
     n = next(n for n in range(len(whole) + 1) if whole[n:n + len(text)] == text)
     return whole[:n], whole[n + len(text):]
