@@ -52,7 +52,7 @@ class DrawSettings:
         self.values = tuple(float(values[name]) for name in SETTING_NAMES)
         if not isinstance(seed, (int, np.integer)):
             raise ValueError(f"seed must be an integer, not {seed!r}")
-        biases = dict(logit_bias)
+        stop_ids, biases = [*stop_ids], dict(logit_bias)
         for token in (*stop_ids, *biases):
             if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
                 raise ValueError(f"token ids are 0 to {vocab_size - 1}, and a stop or a bias is for {token}: "
