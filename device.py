@@ -128,7 +128,7 @@ def torch_threads(n):
         torch.set_num_threads(before)
 
 
-torch_on_one_thread = partial(torch_threads, 1)  # its other threads would spin, and take a core
+torch_on_one_thread = partial(torch_threads, 1)  # torch's other threads would spin, and take a core
 
 
 def side_by_side(function, items):

@@ -21,7 +21,7 @@ init_from = 'resume'  # resume (from out_dir), owner/name of a model on the hub,
                       # in Hugging Face format, or a GGUF file
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
 name = ''             # of the model in the API; by default that of its folder
-host = '127.0.0.1'    # the address to listen at: 0.0.0.0 for all of this machine's, :: for those of IPv6 too
+host = '127.0.0.1'    # the address to listen at: 0.0.0.0 for all of this machine's, :: for its IPv6 ones too
 port = 8000           # 0 takes any that is free
 api_key = ''          # that requests must have, or FILE:path; by default API_KEY of the environment, or anybody may ask
 cors_origin = ''      # pages of these origins (a,b) may read the answers, * for all; by default the server's own page

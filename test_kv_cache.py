@@ -115,7 +115,7 @@ def prompt_ids(model, tokenizer):
     if tokenizer is None:
         return torch.randint(model.config.vocab_size, (6,)).tolist()
     if not prompt:
-        raise ValueError("the prompt is empty: give --prompt= a text")
+        raise ValueError("the prompt is empty: give a text, such as --prompt=ROMEO")
     if isinstance(tokenizer, tokenizers.CharTokenizer) and prompt == DEFAULT_PROMPT:  # a model may lack its letters
         return [tokenizer.ids.get(c, 0) for c in prompt]
     return tokenizer.encode(prompt)

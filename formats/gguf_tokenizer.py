@@ -112,8 +112,8 @@ def rule_of(content):
                          f"llama.cpp's rules that are known here does: {TO_HF}")
     if model.get('type') != 'BPE' or model.get('byte_fallback') or any(
             token.get(flag) for token in content.get('added_tokens', ()) for flag in FLAGS if flag != 'normalized'):
-        raise ValueError("this tokenizer.json has tokens that are no byte pairs, or added ones with lstrip, rstrip or "
-                         f"single_word, which none of llama.cpp's rules knows: {TO_HF}")
+        raise ValueError("this tokenizer.json has another model than byte pairs, or an added token with lstrip, rstrip "
+                         f"or single_word, and none of llama.cpp's rules has these: {TO_HF}")
     return names[0]
 
 

@@ -36,8 +36,8 @@ def to_huggingface(model, folder, tokenizer=None):
     check_vocabulary(model, tokenizer)
     family, c = family_of(model.config), model.config
     if family == 'llama' and c.n_embd % c.n_head:
-        raise ValueError(f"n_embd {c.n_embd}, n_head {c.n_head} and bias=True: transformers' llamas take an n_head "
-                         "that divides n_embd: export to gguf")
+        raise ValueError(f"n_embd {c.n_embd}, n_head {c.n_head} and bias=True: a llama of transformers needs an "
+                         "n_head that divides n_embd: export to gguf")
     weights = huggingface_weights(model, family)
     ends = [] if tokenizer is None else list(tokenizer.end_tokens)
     end = ends[0] if len(ends) == 1 else ends or None

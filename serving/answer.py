@@ -93,7 +93,7 @@ class TextChoice(Choice):
         prompt_text = served.tokenizer.decode(prompt) if body.echo or self.has_logprobs else ''
         self.offset = len(prompt_text)
         self.left_out = served.tokenizer.special_ids if body.skip_special_tokens else ()
-        self.n_prompt = len(prompt) if body.echo else 0  # its tokens to come: special ones have a text too
+        self.n_prompt = len(prompt) if body.echo else 0  # tokens of the prompt that are still to come
         if body.echo:  # a text may lack the blank of its first token
             self.pieces = [prompt_text]
             self.offset -= len(b''.join([served.token_bytes[token] for token in prompt]).decode('utf-8', 'replace'))

@@ -21,8 +21,8 @@ MOST = 1000 if MOST_FILES < 0 else max(4, min(1000, MOST_FILES - 48))  # connect
 
 class Connection(HttpToolsProtocol):
     """
-    n_head: bytes of the next head that have come; None within a body. last: the last bytes that came before: the name
-    of a header may be split over two packets. state, since: what `check` found last, and when it was new.
+    n_head: bytes of the next head that have come; None within a body. last: the last 9 bytes that came, because two
+    packets may split the name of a header. state, since: what `check` found last, and when it was new.
     """
     told = False  # does stderr say that there are too many?
 
@@ -74,7 +74,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data):
         if self.n_head is not None:
             self.n_head += len(data)
-            # a client that offers HTTP/2 would lose its body. The new name has as many bytes: a body may be here too
+            # uvicorn drops the body of a request that offers HTTP/2. Both names have the same length, because data may
+            # hold a body too, whose length must stay
             seen = self.last + data
             data = re.sub(rb'(?i)\r\nupgrade:', b'\r\nignored:', seen)[len(self.last):]
             self.last = seen[-9:]

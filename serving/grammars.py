@@ -22,7 +22,7 @@ BLANKS = r'[ \n]{1,40}'
 # the model chooses how a text is divided into tokens, and the library forces no division
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
-# of a schema: dicts whose keys are names
+# keywords of a schema whose value is a dict by names
 NAMED = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas', 'dependencies'
 waiting = []             # processes that wait for a question
 
@@ -46,8 +46,8 @@ def json_rule(schema):
     if type(given) is not dict:
         raise ValueError(f"x-guidance must be an object of llguidance's options, not {given!r:.40}")
     if (number := next(rounded_numbers(schema), None)) is not None:
-        raise ValueError(f"const or enum has the number {number!r}, which the library may round: give integers up to "
-                         "2**53, floats of up to 15 digits whose last one stands for 10**-22 to 10**22, or texts")
+        raise ValueError(f"const or enum has the number {number!r}, which the library may round: give an integer "
+                         "up to 2**53, a float of up to 15 digits from 1e-7 to 1e22, or a text")
     options = {'whitespace_pattern': BLANKS} | given
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
 

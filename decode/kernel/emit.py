@@ -38,7 +38,7 @@ I1, I8, I16, I32, I64, F32, F64 = *map(ir.IntType, (1, 8, 16, 32, 64)), ir.Float
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 # for functions that compiled code alone calls. Wrappers for calls from Python would take a seventh of the compiling.
-# A division by zero results in inf or NaN: an exception would end one thread of a step, and the others would wait
+# A division by zero gives inf or NaN: an exception would end one thread of a step, while the others wait for it
 njit = functools.partial(numba.njit, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model='numpy')
 
 
