@@ -36,8 +36,8 @@ class Engine:
 
     The tokens and logits of a sequence are those that it has alone, with a compiled executor bit for bit, whoever else
     runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. After an exception inside
-    of a call other than `Refused`, after an interrupt, and when a sequence is added after weights have changed, all
-    keys and values are computed again.
+    of a call other than `Refused`, after an interrupt, and in the next call after an `add`, if weights have
+    changed, all keys and values are computed again.
 
     longest_call: seconds that a call of several steps takes at most. return_soon: another thread may set return_soon[0]
     to 1; then the present call returns soon, and so does each later one until it is set back to 0.
@@ -64,7 +64,7 @@ class Engine:
         self.longest_call, self.return_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
         self.parameters = [m._parameters for m in model.modules() if m._parameters]  # model.parameters() is slow
         self.weights, self.pid = weights_of(self.parameters), os.getpid()
-        self.is_running = self.unfinished = False
+        self.is_running = self.unfinished = self.has_added = False  # has_added: sequences, since the last call
         self.over, self.late = [], []  # sequences that have ended without a call; what is to end after the present one
         self.n_steps = self.n_computed = 0  # steps of the model, and tokens whose keys and values they have computed
 
@@ -98,11 +98,10 @@ class Engine:
             raise ValueError("prompt_logits=True needs another pool than NoPool, and a prompt of at most "
                              f"{c.max_positions} tokens, not {len(prompt)}")
         self.check_room(prompt, max_new_tokens)
-        self.notice_changes()
         settings = DrawSettings(c.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **values)
         sequences = [
-            Sequence(prompt, settings.with_seed(seed + i), max_new_tokens, c.max_positions, n_kept, keep, salt,
-                     prompt_logits and not i, logprobs, most_ahead, logits_from)
+            Sequence(prompt, settings.with_seed(seed + i) if i else settings, max_new_tokens, c.max_positions, n_kept,
+                     keep, salt, prompt_logits and not i, logprobs, most_ahead, logits_from)
             for i in range(n)]
         for s in sequences if constraint else ():
             s.constraint = constraint.for_sample(s.settings.stop_ids, settings.min_tokens)
@@ -113,6 +112,7 @@ class Engine:
             self.over += sequences
         else:
             self.scheduler.add(sequences)
+            self.has_added = True
         return sequences
 
     def check_room(self, prompt, max_new_tokens):
@@ -135,7 +135,7 @@ class Engine:
         self.check_caller()
         self.is_running = True
         try:
-            if self.weights is None:
+            if self.has_added:
                 self.notice_changes()
             if self.unfinished:  # an exception has ended the call or the reset before, at any place
                 self.reset()
@@ -253,6 +253,7 @@ class Engine:
             self.weights = weights
             self.reset()
             self.unfinished = False
+        self.has_added = False
 
     def check_caller(self):
         """
@@ -294,12 +295,12 @@ class Engine:
 
     def generate(self, prompts, max_new_tokens, n=1, seed=0, **settings):
         """`stream`, collected: for each sample a list of its prompt and its new tokens, up to what has ended it."""
-        prompts = [token_list(prompt, self.model.config.vocab_size) for prompt in prompts]
-        token_lists = [prompt[:] for prompt in prompts for _ in range(n)]
+        prompts = [*prompts]
+        drawn = [[] for _ in range(n * len(prompts))]
         with self.executor.torch_on_one_thread():
             for number, tokens in self.stream(prompts, max_new_tokens, n, seed, **settings):
-                token_lists[number] += tokens
-        return token_lists
+                drawn[number] += tokens
+        return [np.array(prompts[number // n]).tolist() + tokens for number, tokens in enumerate(drawn)]
 
 
 def weights_of(tables):

@@ -83,7 +83,7 @@ class PagePool:
             if page is not None:
                 self.acquire(page)
         s = sequence
-        s.table, s.prefixes, s.salt, s.runs, s.n_writable = table, prefixes, salt, Runs(), 0
+        s.table, s.prefixes, s.salt = table, prefixes, salt
         s.n_computed = len(table) * self.page_size
         self.look_up(s)
         return s.n_computed
