@@ -59,7 +59,7 @@ class DrawSettings:
                                  "leave it out")
         self.seed, self.stop_ids, self.min_tokens = int(seed) % 2**64, sorted(stop_ids), min_tokens if stop_ids else 0
         self.bias_tokens, self.biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float64)
-        if np.isnan(self.biases).any():
+        if any(map(math.isnan, self.biases)):
             raise ValueError("a bias must be a number, not nan: leave it out")
         self.vocab_size, self.penalised, self.prompt = vocab_size, self.values[4:] != (0.0, 0.0, 1.0), prompt
         self.counts, self.in_prompt, self.n_counted, self.allowed = None, None, 0, None

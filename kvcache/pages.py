@@ -146,7 +146,7 @@ class PagePool:
             self.forget(s.table[last])  # a full page that was cut will be written again
         n_before = len(s.table)
         s.table += [self.acquire() for _ in range(n_new)]
-        self.look_up(s, 0 if shared or passed else n_before)
+        self.look_up(s, None if shared or passed else n_before)
         return True
 
     def will_grow(self, sequence):
@@ -165,15 +165,16 @@ class PagePool:
             numbers.append(i)
         return numbers
 
-    def look_up(self, sequence, first=0):
-        """Write the runs of the pages of a sequence from number `first` on, and n_writable."""
+    def look_up(self, sequence, first=None):
+        """Add the pages of a sequence from number `first` on to its runs. None makes new runs of all its pages."""
         s, size = sequence, self.page_size
-        numbers = range(first, len(s.table))
-        if first == 0:
+        if first is None:
             s.runs, last = Runs(), len(s.table)
             while last and s.table[last - 1] is not None:  # those that a window has passed are many, and lie between
                 last -= 1
             numbers = [*range(min(last, -(-self.n_sink // size))), *range(last, len(s.table))]
+        else:
+            numbers = range(first, len(s.table))
         for i in numbers:
             if s.table[i] is not None:
                 s.runs.append(i * size, s.table[i] * size, size)
