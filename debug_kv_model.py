@@ -64,6 +64,7 @@ class CausalSelfAttention(model.CausalSelfAttention):
     recording = None  # a `debug_kv_page.Recording`
 
     def attend(self, q, k, v, *how):
+        self.T_q, self.T_k = q.size(2), k.size(2)
         if self.recording:
             self.recording.attends(self.layer, q, k, v, *how)
         return super().attend(q, k, v, *how)
@@ -75,24 +76,22 @@ class CausalSelfAttention(model.CausalSelfAttention):
         return y, new_cache
 
     def report(self, T, positions, old_cache, new_cache):
-        who, config = f"Attn L{self.layer}", positions.config
+        who, mask = f"Attn L{self.layer}", f"mask T_q={self.T_q} T_k={self.T_k}"  # what `attend` was handed
         if new_cache is None:
             trace(who, f"no cache T={T}")
-            return trace(who, f"mask T_q={T} T_k={T}")
+            return trace(who, mask)
         if is_placed(new_cache):
-            n_rows, n_keys = positions.q_pos.numel(), getattr(new_cache, 'n_keys', None) or new_cache.read.size(1)
-            return trace(who, f"placed {n_rows} rows, mask T_q={T} T_k={n_keys}")
+            return trace(who, f"placed {positions.q_pos.numel()} rows, {mask}")
         start, end, max_ctx = old_cache[2], new_cache.cache_pos, new_cache.k_cache.size(2)
-        n_seen, ragged = end, isinstance(start, torch.Tensor)
-        if config.window and not ragged:
-            n_seen = min(end, config.n_sink + config.window)
+        ragged = isinstance(start, torch.Tensor)
+        if positions.config.window and not ragged:
             trace(who, f"slots {int(positions.slots[0])} to {int(positions.slots[-1])} of a ring")
         if ragged or start > 0:
             trace(who, f"cache_pos={start} T={T} new_cache_pos={end} max_ctx={max_ctx}")
-            trace(who, f"using cache T_k={n_seen}")
+            trace(who, f"using cache T_k={self.T_k}")
         else:
             trace(who, f"init_cache T={T} max_ctx={max_ctx}")
-        trace(who, f"mask T_q={T} T_k={n_seen}")
+        trace(who, mask)
         if ragged:
             return
         if end != start + T:

@@ -2,7 +2,7 @@
 A GPT and its KV cache in one file. (Masks, and the angles of rotary positions, are in positions.py.)
 
 From top to bottom: the configuration, the cache of one layer, attention over it, the block, the GPT, and a plain
-`generate`. Shapes are in the margin: B sequences, T new tokens, C = n_embd channels.
+`generate`. Shapes are in docstrings and comments: B sequences, T new tokens, C = n_embd channels.
 
 Configuration fields, state-dict keys, initialisation and sampling are those of nanoGPT (MIT licence,
 https://github.com/karpathy/nanoGPT): its checkpoints load here, and the same seed draws the same tokens.
@@ -54,7 +54,7 @@ class GPTConfig:
 
     @property
     def n_slots(self):
-        """Rows of a cache for each sequence."""
+        """Slots of a cache for each sequence."""
         return self.n_sink + 2 * self.window if self.window else self.block_size
 
     @property
@@ -71,7 +71,7 @@ class LayerKVCache(NamedTuple):
         position p is in slot p. With a window it is n_sink + 2 * window: the positions after the sinks take turns in
         a ring of 2 * window slots, so the memory does not grow with the text (see `positions.ring_slots`).
     cache_pos: the number of positions that were appended: an int, or an integer tensor (B,) when the sequences differ
-        in length. Slots of later positions are never read.
+        in length. Slots of later positions are not read, except with weight 0 where it is a tensor.
 
     The tuple that `append` returns shares its storage with the one before. So rewinding is free: go on from an old
     tuple, and what came after it is overwritten (in a ring, up to window + 1 positions can be undone like this). Two
@@ -289,6 +289,8 @@ class GPT(nn.Module):
         idx, cache_pos = checked_input(self.config, self.lm_head.weight.device, idx, kv_cache)
         if targets is not None and (targets := as_int64('targets', targets)).shape != idx.shape:
             raise ValueError(f"targets are {tuple(targets.shape)}, but the tokens are {tuple(idx.shape)}")
+        if use_cache is False and kv_cache is not None:
+            raise ValueError("use_cache=False came with a kv_cache: pass one of them")
         if use_cache is None:
             use_cache = not self.training and targets is None
         if kv_cache is None and use_cache:

@@ -192,7 +192,7 @@ class Positions:
         extra = (rotate(q, *self.sink_angles) - rotate(q, *self.angles)) * q.size(3) ** -0.5
         change = extra @ k.repeat_interleave(q.size(1) // k.size(1), dim=1).transpose(2, 3)
         if key_positions is None:
-            change = F.pad(change, (0, K - n))
+            change = F.pad(change, (0, K - change.size(-1)))  # a prompt may be shorter than the sinks
         else:
             other = (key_positions.pos >= n).view(-1, 1, 1, K)
             change = change.masked_fill(other, 0.0)

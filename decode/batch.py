@@ -133,9 +133,9 @@ class Batch:
 @dataclass(slots=True)
 class SequenceOutput:
     """
-    What a call gives a sequence. tokens: those it drew, a list. logits: float32 (n, vocab_size) that were wanted:
-    after the tokens that it brought, or those from which its tokens were drawn; None if none were wanted. first: the
-    position of the first token that it brought.
+    What a call gives a sequence. tokens: those it drew, a list. logits: None, or float32 (n, vocab_size): with
+    prompt_logits a row after each token that it brought, with logprobs the row from which each token was drawn. first:
+    the position of the first token that it brought.
     """
     tokens: list
     logits: torch.Tensor | None = None

@@ -3,10 +3,10 @@ The next token of each sequence, drawn from its logits. `draw` is the definition
 decode/gpu/drawing.py are compiled twins of it.
 
 A draw takes the largest of weight / noise, where the noise is exponential: that draws token i with probability
-weight i / sum of weights (the Gumbel-max trick, as `model.sample_token` does it). The noise is a hash of the seed
-of a sequence, of how many tokens it has drawn before, and of the token id. So a sequence draws the same tokens in any
-batch, on any device, and when it is computed again; and models that differ by rounding draw the same tokens but where
-the two largest are nearly equal.
+weight i / sum of weights (the Gumbel-max trick in another form, as `model.sample_token` does it). The noise is a hash
+of the seed of a sequence, of how many tokens it has drawn before, and of the token id. So a sequence draws the same
+tokens in any batch, on any device, and when it is computed again; and models that differ by rounding draw the same
+tokens, except where the two largest are nearly equal.
 """
 import copy
 import math

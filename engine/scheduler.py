@@ -18,11 +18,12 @@ class Scheduler:
     pool: nothing else begins or frees its sequences. budget: the largest number of tokens that a step computes.
     most_running: sequences at a time. at_once: the most tokens of one sequence in a step.
 
-    The oldest sequences come first. Each that runs gets one token of a step, as far as the budget goes. Half of what is
-    left of it goes to the oldest that lacks more, the rest first to those that lack least, so that a long prompt holds
-    up no other. When there are too few slots, the newest sequence gives its own up and waits again; its tokens are
-    computed anew later. So the oldest one always advances. A sequence begins to run if there are slots for all of its
-    tokens (with a window: for the first step), and a page beside them for each that runs and will need one.
+    The oldest sequences come first. Each that runs gets one token of a step, as far as the budget goes. Half of the
+    rest goes to the oldest that lacks more. What then remains goes to those that lack least, one after the other. So a
+    long prompt does not hold up short ones. When there are too few slots, the newest sequence gives its own up and
+    waits again; its tokens are computed anew later. So the oldest one always advances. A sequence begins to run if
+    there are slots for all of its tokens (with a window: for the first step), and a page beside them for each that runs
+    and will need one.
 
     going: all sequences that have not ended, in order of age. running, waiting: of these, also by age; siblings are in
     neither before they begin. n_preempted; n_looked_up and n_found, the tokens of prompts that were looked for and

@@ -15,8 +15,8 @@ class Sequence:
         it: table (or cells), runs, n_writable, prefixes, salt; see `kvcache.pages.PagePool`. n_found: how many tokens
         of the prompt the pool remembered when the sequence first ran, None before.
 
-    max_positions, n_keep, keep: a context of max_positions tokens that gets another one becomes the first n_keep tokens
-        and the last `keep`. With keep = max_positions that is a window that moves by one token, as in nanoGPT.
+    max_positions, n_keep, keep: when a full context (max_positions tokens) gets another one, it is cut to its first
+        n_keep and its last `keep` tokens. With keep = max_positions the context moves by one token, as in nanoGPT.
     most_ahead: how many tokens it draws in a call at most. salt: of the pages that it may share.
     prompt_logits: are the logits of the prompt's tokens wanted, from number logits_from on? These tokens are computed
         then, whatever is remembered. logprobs: are the logits wanted from which its tokens are drawn?

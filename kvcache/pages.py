@@ -5,8 +5,9 @@ vLLM's blocks are called pages here, because a `Block` is a layer of the model. 
 A sequence is a list of pages, its page table. Position p is in page table[p // page_size], at offset p % page_size.
 
 References to pages are counted, so that sequences can share them: forks of one prompt, and prompts that begin alike.
-For that, full pages are remembered by all tokens up to their end, also when no sequence uses them, until their space
-is needed. A sequence that writes to a shared page gets a copy of it first. No keys and values are touched here.
+For that, a full page is remembered by all tokens up to its end. It stays remembered after its last sequence ended,
+until its space is needed. A sequence that writes to a shared page gets a copy of it first. No keys and values are
+touched here.
 
 If the model has a window, pages that no later token of a sequence sees are freed, and None is in their places in the
 page table. A beginning is found again if the pages are remembered that the token after it sees.
@@ -90,7 +91,7 @@ class PagePool:
 
     def remembered(self, tokens, salt=''):
         """
-        (the page table, the prefixes) of the beginning of tokens, as long as one is remembered, but not of all tokens.
+        (page table, prefixes) of the longest remembered beginning of tokens that leaves one token to compute, or more.
         The table has the pages that the next token sees, and None in place of the others.
         """
         table, prefixes, prefix = [], [], Prefix(None, (salt,))

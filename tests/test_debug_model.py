@@ -59,7 +59,7 @@ def test_the_trace_of_a_ring(monkeypatch, capsys):
     traced(IDX[:, :3], kv_cache=cache)
     assert capsys.readouterr().err.splitlines()[1:] == [
         '[KVDBG][Attn L1] slots 9 to 3 of a ring', '[KVDBG][Attn L1] cache_pos=9 T=3 new_cache_pos=12 max_ctx=10',
-        '[KVDBG][Attn L1] using cache T_k=6', '[KVDBG][Attn L1] mask T_q=3 T_k=6']
+        '[KVDBG][Attn L1] using cache T_k=10', '[KVDBG][Attn L1] mask T_q=1 T_k=10']
 
 
 @pytest.mark.parametrize('pool_of', [pool_for, CellPool])

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from plain_gpt import plain
 from tiny_models import MODELS, VOCAB, model_of
 
+import positions
+
 pytestmark = pytest.mark.usefixtures('no_gradients')
 
 
@@ -174,6 +176,12 @@ def test_other_tokens_are_refused_in_words(wrong):
             ask()
 
 
+def test_a_cache_that_is_not_to_be_used_is_refused():
+    model = model_of('learned', block_size=16)
+    with pytest.raises(ValueError, match='use_cache=False came with a kv_cache'):
+        model(IDX, kv_cache=model(IDX)[2], use_cache=False)
+
+
 def replaced(*positions):
     return lambda cache: [layer._replace(cache_pos=p) for layer, p in zip(cache, positions)]
 
@@ -239,3 +247,14 @@ def test_caches_take_the_dtype_of_the_keys(context):
 def test_an_empty_batch():
     logits, _, cache = model_of('learned', block_size=16)(torch.zeros(0, 3, dtype=torch.int64))
     assert logits.shape == (0, 1, 29) and len(cache) == 2 and np.prod(cache[0].k_cache.shape) == 0
+
+
+@pytest.mark.parametrize('T', [1, 3, 30])
+def test_with_a_mask_in_any_case_the_logits_are_the_same(T, monkeypatch):
+    """`positions.MASKED`, also for prompts that are shorter than the sinks are many."""
+    model = model_of('rope', 0, torch.float64, window=5, n_sink=4)
+    idx = torch.randint(VOCAB, (2, T))
+    expected = plain(model, idx)[:, -1:]
+    monkeypatch.setattr(positions, 'MASKED', {'cpu'})
+    for use_cache in (False, True):
+        torch.testing.assert_close(model(idx, use_cache=use_cache)[0], expected, atol=1e-10, rtol=0)

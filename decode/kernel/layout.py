@@ -58,7 +58,7 @@ FLOAT32, BFLOAT16, OF_LM_HEAD = range(3)
  SCREEN_NORMS,  # float32 (vocab_size,): no smaller than that of the row, in int8 or not
  SCREEN_LOGITS, # float32 (2 * SCREENED_ROWS, vocab_size): scratch
  KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales
- OFFSETS,       # int64: slot * slot_stride of all keys that each sequence sees, in the order of positions, see step.py
+ OFFSETS,       # int64: slot * HEAD_DIM of all keys that each sequence sees, in the order of positions, see step.py
  SEQUENCES,     # int64 (S, N_SEQUENCE_COLUMNS): where those of each sequence are
  SEQ_OF_ROW,    # int64 (N,)
  REFUSED_AT,    # int64 (2,): the sequence and the position that were refused
