@@ -150,32 +150,3 @@ class GPT(model.GPT):
             self.recording.tokens += idx[0, -1:].tolist()
             self.recording.close()
         return idx
-
-
-def rows_of(sequence=None, *rest):
-    """The rows (position, slot, n) of a sequence's `Runs`, a list."""
-    runs = getattr(sequence, 'runs', None)
-    return [] if runs is None else runs.table[:runs.n].tolist()
-
-
-class TracedPool:
-    """A pool of kvcache/ whose operations print a line."""
-
-    def __init__(self, pool):
-        self.pool = pool
-
-    def __getattr__(self, name):
-        found = getattr(self.pool, name)
-        if name not in ('begin', 'extend', 'computed', 'cut', 'fork', 'free', 'reset'):
-            return found
-
-        def traced(*args):
-            before, rows = getattr(args[0], 'n_computed', 0) if args else 0, rows_of(*args)
-            result, where = found(*args), rows_of(*args)
-            # an `extend` that finds slots ahead changes nothing
-            if tracing() and not (name == 'extend' and result and where == rows):
-                rest = [str(arg) for arg in args[1:] if isinstance(arg, int)]
-                trace('pool', f"{name}({', '.join(rest)}) n_computed={before} -> {result} "
-                              f"(position, slot, n)={where[:8]}")
-            return result
-        return traced

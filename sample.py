@@ -270,7 +270,6 @@ def engine_for(model, tokenizer, n_sequences, n_tokens, pool, dev):
         name = 'eager' if decoder == 'auto' and is_traced else decoder  # others have no trace
         executor = decode.best(model, n_sequences, weights, threads, name, 'off' if chat else speculate, proposing,
                                pick_dtype(dtype, dev), kv_bits)
-        pool = debug_kv_model.TracedPool(pool) if debug_kv_model.tracing() else pool
         engine = Engine(model, executor, pool, 512 if chat else 2**14, n_sequences, kv_bits)
     print(f"decoder: {engine.executor.name}", file=sys.stderr)
     return engine
