@@ -93,26 +93,6 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self.n_head = 0
 
-    def eof_received(self):
-        """The client sends no more, and may still read: a request that is complete gets its answer."""
-        if not self.cycle or self.cycle.response_complete or self.n_head is None:
-            return False
-        self.cycle.keep_alive = False
-        self.loop.call_later(.02, self.probe, .02)  # an answer that comes at once needs no probe
-        return True
-
-    def probe(self, seconds):
-        """Send what clients skip. If this one is gone, its system refuses it, and the next sending fails."""
-        cycle = self.cycle
-        if cycle.response_complete or self.transport.is_closing():
-            return
-        if not self.pipeline and not self.flow.write_paused:
-            if cycle.chunked_encoding:
-                self.transport.write(b'3\r\n:\n\n\r\n')  # a comment in a stream
-            elif not cycle.response_started and self.scope['http_version'] != '1.0':
-                self.transport.write(b'HTTP/1.1 100 Continue\r\n\r\n')
-        self.loop.call_later(seconds, self.probe, min(2 * seconds, 60))
-
 
 async def send_unchunked(cycle, send, message):
     """`send` for HTTP/1.0, which has no chunks: an answer of unknown length ends with the connection."""
