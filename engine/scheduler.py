@@ -85,10 +85,6 @@ class Scheduler:
             s.forget()
         self.running, self.waiting, self.refused = [], [*self.going], None
 
-    def try_apart(self, groups):
-        """Try the sequences of a call that has failed in these groups, which replace the first trial."""
-        self.trials = groups + self.trials[1:]
-
     def next(self, until, return_soon):
         """The next `Batch`, None if there is nothing to compute. until, return_soon: see `Batch`."""
         self.admit()
