@@ -335,7 +335,7 @@ class GPT(nn.Module):
         """
         check_sampling(temperature, top_k, top_p)
         idx, c = checked_prompt(self.config, idx), self.config
-        n_seen = -c.block_size if c.max_positions == c.block_size else None
+        first_seen = -c.block_size if c.max_positions == c.block_size else None
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
         kv_cache = None
@@ -344,7 +344,7 @@ class GPT(nn.Module):
         try:
             self.eval()
             with torch.inference_mode():
-                idx_cond = idx[:, n_seen:]
+                idx_cond = idx[:, first_seen:]
                 for number in range(max_new_tokens):
                     logits, kv_cache = self.step(idx_cond, kv_cache, use_cache)
                     idx_next = draw(logits.squeeze(1), number)
@@ -352,7 +352,7 @@ class GPT(nn.Module):
                     if kv_cache and idx.size(1) <= c.max_positions:
                         idx_cond = idx_next
                     else:  # all that the model sees again, from position 0 on
-                        idx_cond = idx[:, n_seen:]
+                        idx_cond = idx[:, first_seen:]
         finally:
             for module in training:
                 module.training = True

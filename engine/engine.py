@@ -218,7 +218,7 @@ class Engine:
         for s in suspects:
             s.n_failed += 1
         n = 1 if max(s.n_failed for s in suspects) > 1 else -(-len(suspects) // 2)
-        self.scheduler.trials[:1] = [suspects[i:i + n] for i in range(0, len(suspects), n)]  # in place of the first
+        self.scheduler.suspects[:1] = [suspects[i:i + n] for i in range(0, len(suspects), n)]  # in place of the first
         return []
 
     def reset(self):

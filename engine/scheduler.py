@@ -28,7 +28,7 @@ class Scheduler:
     going: all sequences that have not ended, in order of age. running, waiting: of these, also by age; siblings are in
     neither before they begin. n_preempted; n_looked_up and n_found, the tokens of prompts that were looked for and
     found in remembered pages: how many so far.
-    trials: groups of the sequences of a call that has failed, which are tried apart: as long as there are any, a call
+    suspects: groups of the sequences of a call that has failed, which are tried apart: as long as there are any, a call
     is of the first group alone.
     """
 
@@ -41,9 +41,9 @@ class Scheduler:
         self.pool, self.budget = pool, budget if pool.page_size else 2**62
         self.most_running = min(most_running, pool.most_sequences)
         self.at_once = pool.window + 1 if pool.window else self.budget
-        self.going, self.running, self.waiting, self.trials = {}, [], [], []  # going: {sequence: None}
+        self.going, self.running, self.waiting, self.suspects = {}, [], [], []  # going: {sequence: None}
         self.n_added = self.n_preempted = self.n_looked_up = self.n_found = 0
-        self.refused = None  # when a sequence found no room: (the sequence, free pages, how many ran)
+        self.no_room = None  # when a sequence found no room: (the sequence, free pages, how many ran)
         self.n_growing = None  # of those that run, how many will need another page; None: to be counted
 
     def add(self, sequences):
@@ -71,11 +71,11 @@ class Scheduler:
         self.settle(sequence)
 
     def settle(self, sequence):
-        """A sequence has drawn a token, or ended: it did not fail, and leaves the trials."""
+        """A sequence has drawn a token, or ended: it did not fail, and leaves the suspects."""
         sequence.n_failed = 0
-        if self.trials:
-            groups = [[s for s in group if s is not sequence] for group in self.trials]
-            self.trials = [group for group in groups if group]
+        if self.suspects:
+            groups = [[s for s in group if s is not sequence] for group in self.suspects]
+            self.suspects = [group for group in groups if group]
 
     def wait_again(self):
         """All slots are lost, and an interrupt may have left any list as it was: all that go on wait again."""
@@ -83,13 +83,13 @@ class Scheduler:
         for s in self.going:
             s.siblings = []
             s.forget()
-        self.running, self.waiting, self.refused = [], [*self.going], None
+        self.running, self.waiting, self.no_room = [], [*self.going], None
 
     def next(self, until, return_soon):
         """The next `Batch`, None if there is nothing to compute. until, return_soon: see `Batch`."""
         self.admit()
         self.fork_siblings()
-        tried = [s for s in self.running if s in self.trials[0]] if self.trials else self.running
+        tried = [s for s in self.running if s in self.suspects[0]] if self.suspects else self.running
         tried = tried[:self.budget]
         for s in tried:
             if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
@@ -165,8 +165,8 @@ class Scheduler:
         return True
 
     def who_gives_way(self):
-        """The newest that runs; while there are trials, the newest that is not tried, if there is one."""
-        others = [s for s in self.running if s not in self.trials[0]] if self.trials else []
+        """The newest that runs; while there are suspects, the newest that is not tried, if there is one."""
+        others = [s for s in self.running if s not in self.suspects[0]] if self.suspects else []
         return (others or self.running)[-1]
 
     def trim(self, first=0):
@@ -188,7 +188,7 @@ class Scheduler:
         for s in [s for s in self.running if s.siblings and s.n_computed >= s.length - 1]:
             siblings, s.siblings = [sibling for sibling in s.siblings if not sibling.ended], []
             for sibling in siblings:
-                if len(self.running) < self.most_running and not self.trials:  # those that are tried come first
+                if len(self.running) < self.most_running and not self.suspects:  # those that are tried come first
                     self.pool.fork(s, sibling)
                     self.pool.extend(sibling, 1)  # it gets the copy, so that the pages of siblings follow each other
                     sibling.n_found = s.n_found
@@ -199,9 +199,9 @@ class Scheduler:
     def admit(self):
         """
         Begin sequences that wait, in order, while there is room. While those that run lack as much as a step computes,
-        a later one begins only if it `may_begin_beside` them. While there are trials, only those of the first begin.
+        a later one begins only if it `may_begin_beside` them. While there are suspects, only those of the first begin.
         """
-        waiting = [s for s in self.trials[0] if s in self.waiting] if self.trials else self.waiting
+        waiting = [s for s in self.suspects[0] if s in self.waiting] if self.suspects else self.waiting
         lacking, self.n_growing = sum(map(self.lacks, self.running)) if waiting else 0, None
         while waiting and len(self.running) < self.most_running:
             s = waiting[0]
@@ -212,7 +212,7 @@ class Scheduler:
                 if is_beside:
                     return
                 victim = self.who_gives_way() if self.running else None
-                if victim is None or victim < s and (not self.trials or victim in self.trials[0]):
+                if victim is None or victim < s and (not self.suspects or victim in self.suspects[0]):
                     return
                 lacking, self.n_growing = lacking - self.lacks(victim), None
                 self.preempt(victim)  # a sibling that could not be forked is older than those that came later
@@ -240,8 +240,8 @@ class Scheduler:
     def begin(self, sequence, trims):
         """Begin a sequence in the pool, for which others may be trimmed. Returns False if there is no room."""
         s, pool = sequence, self.pool
-        if self.refused:
-            refused, n_free, n_running = self.refused
+        if self.no_room:
+            refused, n_free, n_running = self.no_room
             if s is refused and pool.n_free <= n_free and len(self.running) >= n_running:
                 return False
         while True:
@@ -258,9 +258,9 @@ class Scheduler:
             if not trims:
                 return False
             if not self.trim():
-                self.refused = s, pool.n_free, len(self.running)
+                self.no_room = s, pool.n_free, len(self.running)
                 return False
-        self.refused = None
+        self.no_room = None
         if s.n_found is None:
             s.n_found = found
             self.n_looked_up += s.n_prompt

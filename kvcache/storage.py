@@ -3,7 +3,7 @@ How numbers are stored: floats unchanged, int8 in groups that share a scale. Ope
 
     codes, scale = quantise(x, bits, group)         x = codes * scale, to half a scale
     x = dequantise(codes, scale, bits)
-    layer = Layer(n_slots, n_head, head_dim, 'int8', 'int8')
+    layer = Layer(n_slots, n_kv_head, head_dim, 'int8', 'int8')
 
 Numbers are quantised once, when they are written. Reading, sharing and copying them leaves their codes unchanged.
 """
@@ -90,38 +90,38 @@ def group_of(head_dim):
 
 class SlotArray:
     """
-    n_slots slots of n_head vectors of head_dim numbers.
+    n_slots slots of n_kv_head vectors of head_dim numbers.
 
-    kind: a key of `BITS`. data: (n_head, n_slots, head_dim), because attention reads one head at a time, and a head's
-    numbers of slots that follow each other are side by side. scale: float32 (n_head, n_slots, head_dim / group) for
-    int8, otherwise None. All numbers begin as zeros: a NaN that was never written would reach attention's output
-    through the mask. Raises ValueError on what cannot be stored.
+    kind: a key of `BITS`. data: (n_kv_head, n_slots, head_dim), because attention reads one head at a time, and the
+    numbers of a head in slots that follow each other are side by side. scale: float32 (n_kv_head, n_slots, head_dim /
+    group) for int8, otherwise None. All numbers begin as zeros: a NaN that was never written would reach attention's
+    output through the mask. Raises ValueError on what cannot be stored.
     """
 
-    def __init__(self, n_slots, n_head, head_dim, kind='float32', device='cpu'):
+    def __init__(self, n_slots, n_kv_head, head_dim, kind='float32', device='cpu'):
         if kind not in BITS:
             raise ValueError(f"numbers are stored as {', '.join(BITS)}, not {kind!r}")
         self.kind, self.head_dim, self.scale, dtype = kind, head_dim, None, getattr(torch, kind)
         self.group = group_of(head_dim)
         with torch.inference_mode(False):  # so that they can be written with inference mode on or off
-            self.data = zeros((n_head, n_slots, head_dim), dtype, device)
+            self.data = zeros((n_kv_head, n_slots, head_dim), dtype, device)
             if kind == 'int8':
-                self.scale = zeros((n_head, n_slots, head_dim // self.group), torch.float32, device)
+                self.scale = zeros((n_kv_head, n_slots, head_dim // self.group), torch.float32, device)
 
     def tensors(self):
         """What is stored: the data, and for int8 the scales."""
         return [self.data] if self.scale is None else [self.data, self.scale]
 
     def write(self, slots, x):
-        """Write x (n_head, n, head_dim) to slots (n,)."""
+        """Write x (n_kv_head, n, head_dim) to slots (n,)."""
         new = [x] if self.scale is None else quantise(x.float(), 8, self.group)
         for stored, x in zip(self.tensors(), new):
             stored.index_copy_(1, slots, x.to(stored))
 
     def read(self, slots, dtype=torch.float32, scratch=None, name=''):
         """
-        The numbers in slots (S, K), as (S, n_head, K, head_dim) in dtype: a copy, which with a `Scratch` is valid until
-        its next use with the same name.
+        The numbers in slots (S, K), as (S, n_kv_head, K, head_dim) in dtype: a copy, which with a `Scratch` is valid
+        until its next use with the same name.
         """
         scratch, found = scratch or Scratch(), []
         for i, stored in enumerate(self.tensors()):
@@ -145,11 +145,11 @@ class Layer:
     can share one.
     """
 
-    def __init__(self, n_slots, n_head, head_dim, type_k='float32', type_v='float32', device='cpu', scratch=None):
-        self.n_slots, self.n_head, self.head_dim, self.scratch = n_slots, n_head, head_dim, scratch or Scratch()
+    def __init__(self, n_slots, n_kv_head, head_dim, type_k='float32', type_v='float32', device='cpu', scratch=None):
+        self.n_slots, self.n_kv_head, self.head_dim, self.scratch = n_slots, n_kv_head, head_dim, scratch or Scratch()
         self.viewed = None, ()  # what `views` was asked for last, and those
-        self.k = SlotArray(n_slots, n_head, head_dim, type_k, device)
-        self.v = SlotArray(n_slots, n_head, head_dim, type_v, device)
+        self.k = SlotArray(n_slots, n_kv_head, head_dim, type_k, device)
+        self.v = SlotArray(n_slots, n_kv_head, head_dim, type_v, device)
 
     @property
     def device(self):
@@ -163,23 +163,23 @@ class Layer:
             stored.zero_()
 
     def write(self, slots, k, v):
-        """Store keys and values (n_head, n, head_dim) in slots (n,)."""
+        """Store keys and values (n_kv_head, n, head_dim) in slots (n,)."""
         self.k.write(slots, k)
         self.v.write(slots, v)
 
     def read(self, slots, dtype):
         """
-        The keys and values in slots (S, K), (S, n_head, K, head_dim) each. They are valid until the next layer with the
-        same scratch is read.
+        The keys and values in slots (S, K), (S, n_kv_head, K, head_dim) each. They are valid until the next layer with
+        the same scratch is read.
         """
         return self.k.read(slots, dtype, self.scratch, 'k'), self.v.read(slots, dtype, self.scratch, 'v')
 
     def views(self, first, stride, S, K):
-        """The floats in slots first + i * stride + j for i < S and j < K: views (S, n_head, K, head_dim)."""
+        """The floats in slots first + i * stride + j for i < S and j < K: views (S, n_kv_head, K, head_dim)."""
         asked, views = self.viewed
         if asked != (first, stride, S, K):
             strides = stride * self.head_dim, self.n_slots * self.head_dim, self.head_dim, 1
-            shape, at = (S, self.n_head, K, self.head_dim), first * self.head_dim
+            shape, at = (S, self.n_kv_head, K, self.head_dim), first * self.head_dim
             views = [t.as_strided(shape, strides, t.storage_offset() + at) for t in (self.k.data, self.v.data)]
             self.viewed = (first, stride, S, K), views
         return views

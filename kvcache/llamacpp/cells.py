@@ -267,8 +267,8 @@ class Streams:
             cells.write(numbers, positions, owners)
 
     @contextmanager
-    def trial(self):
-        """`with streams.trial():` what is done inside is done on copies of the cells, and forgotten at the end."""
+    def dry_run(self):
+        """`with streams.dry_run():` what is done inside is done on copies of the cells, and forgotten at the end."""
         streams = self.streams
         self.streams = deepcopy(streams)
         try:

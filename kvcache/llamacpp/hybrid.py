@@ -53,9 +53,9 @@ class HybridCache:
         return [placed[number][layer] for layer, number in enumerate(self.number_of)]
 
     def on_all_caches(self, name, *args, **how):
-        """Call a method of all caches, if a trial on each of them raises nothing."""
+        """Call a method of all caches, if a dry run on each of them raises nothing."""
         for cache in self.caches:
-            with cache.trial():
+            with cache.dry_run():
                 getattr(Streams, name)(cache, *args, **how)
         for cache in self.caches:
             getattr(cache, name)(*args, **how)

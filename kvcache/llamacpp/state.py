@@ -80,7 +80,7 @@ def load(cache, path, seq=None):
     streams = [cache.stream_of(seq)] if one else range(len(cache.streams))
     parts = [checked_part(cache, path, tensors, part, 1 if one else len(cache.streams[part].seqs))
              for part in range(len(streams))]
-    with cache.trial():
+    with cache.dry_run():
         cache.seq_rm(seq)
         found = [cache.streams[s].find(len(part['pos']), cache.n_swa) for s, part in zip(streams, parts)]
     cache.seq_rm(seq)
