@@ -280,14 +280,18 @@ class Engine:
             for p, prompt in enumerate(prompts):
                 going += self.add(prompt, max_new_tokens, n, seed + p * n, **settings)
             given = [s.n_prompt for s in going]  # how many tokens of each the caller has
-            while not all([s.ended for s in going]):
-                self.step()  # it may give tokens to other streams too, and theirs may give some to this one
-                for number, s in enumerate(going):
+            while True:
+                # a step may give tokens to other streams too, and theirs may give some, or an error, to this one
+                news = [(number, s) for number, s in enumerate(going) if s.error or len(s.tokens) > given[number]]
+                for number, s in news:
                     if s.error:
                         raise s.error
-                    if len(s.tokens) > given[number]:
-                        new, given[number] = s.tokens[given[number]:], len(s.tokens)
-                        yield number, new
+                    new, given[number] = s.tokens[given[number]:], len(s.tokens)
+                    yield number, new
+                if not news:
+                    if all([s.ended for s in going]):
+                        return
+                    self.step()
         finally:
             self.over = [s for s in self.over if s not in going]
             for s in going:

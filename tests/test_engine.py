@@ -123,6 +123,23 @@ def test_stream_gives_tokens_as_they_come_and_computes_no_more():
     assert engine.generate([[4]], 0) == [[4]] and engine.is_idle
 
 
+@pytest.mark.parametrize('make', MAKE[:2])
+def test_a_stream_gives_what_the_steps_of_others_drew_for_it(make):
+    """Also where they end it, or meet its error."""
+    model = model_of('learned', block_size=60)
+    engine, prompts = Engine(model, make(model)), [[5, 9], [4]]
+    expected, texts = engine.generate(prompts, 40, seed=3), [prompt[:] for prompt in prompts]
+    for number, tokens in engine.stream(prompts, 40, seed=3):
+        texts[number] += tokens
+        assert engine.generate([[1, 2, 3]], 50, temperature=0) == engine.generate([[1, 2, 3]], 50, temperature=0)
+    assert texts == expected
+    failing = engine.stream([[7]], 9, stop_ids=[20], constraint=ToyConstraint(29, 25, fails=lambda drawn: 1 / 0))
+    next(failing)
+    engine.generate([[1, 2, 3]], 5)
+    with pytest.raises(ZeroDivisionError):
+        list(failing)
+
+
 @pytest.mark.parametrize('error', [FloatingPointError, Refused])
 def test_a_step_that_fails_is_tried_in_halves_then_one_by_one(error, capsys):
     """That the others end as without the one that fails: test_engine_machine.py."""
