@@ -33,7 +33,7 @@ const failed = message => error => { throw error.name === 'AbortError' ? error :
 
 async function ask(path, options = {}) {
   const headers = {'content-type': 'application/json'}
-  if ($('key').value) headers.authorization = 'Bearer ' + $('key').value
+  if ($('key').value) headers.authorization = 'Bearer ' + $('key').value.replace(/[^ -ÿ]/g, '?')
   const response = await fetch(path, {...options, headers}).catch(failed(GONE))
   if (response.ok) return response
   if (response.status === 401) $('key-field').hidden = false
@@ -70,9 +70,10 @@ const markdown = new marked.Marked({
     html() {},
     tag(text) { return /^<br *\/?>/i.test(text) ? {type: 'br', raw: text.slice(0, text.indexOf('>') + 1)} : undefined },
     escape(text) {  // the delimiters and blanks of mathematics stay
-      const [raw] = /^\\[()[\],;]/.exec(text) ?? []
+      const [raw] = /^\\[()[\]{}\\,;]/.exec(text) ?? []
       return raw ? {type: 'text', raw, text: raw} : false
     },
+    del(text) { return text.startsWith('~~') ? false : undefined },  // 3~5 is a range
     def() {},  // of a link: what is shown of a block would depend on the blocks behind it
     emStrong(text, paragraph) { return paragraph.length > 4000 ? undefined : false }  // the time grows with its square
   },
@@ -133,11 +134,9 @@ function patch(element, other, first = 0) {
 // A view of a text that grows, as Markdown. Its blocks but the last stand, and are not read again.
 class Markdown {
   constructor() {
-    Object.assign(this, {element: make('div', {className: 'text'}), at: 0, n: 0, next: 0})
+    Object.assign(this, {element: make('div', {className: 'text'}), at: 0, n: 0})
   }
-  show(whole, ended) {  // at: where the last block begins in it; n: the nodes before it; next: when to read it again
-    const start = performance.now()
-    if (start < this.next && !ended) return
+  show(whole, ended) {  // at: where the last block begins in it; n: the nodes before it
     const text = whole.replace(/\r\n?/g, '\n'), part = text.slice(this.at)
     try {
       const blocks = markdown.lexer(ended ? part : part.replace(UNSURE, ''))
@@ -151,7 +150,6 @@ class Markdown {
       if (!(error instanceof RangeError)) throw error  // blocks within blocks, without end
       patch(this.element, make('div', {}, make('p', {className: 'raw', textContent: part})), this.n)
     }
-    this.next = start + 5 * Math.max(0, performance.now() - start - 30)  // a long block is read less often
   }
 }
 
@@ -199,7 +197,7 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
     view.show(text, true)
   }
   begin(start) {  // a stream will add to it
-    Object.assign(this, {start, first: 0, reason: null, n_before: this.n, note_before: this.note.textContent})
+    Object.assign(this, {start, first: 0, wait: 0, reason: null, n_before: this.n, note_before: this.note.textContent})
     this.note.textContent = 'waiting'
     this.more.hidden = true
   }
@@ -209,24 +207,33 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
     this.element.style.setProperty('--read', computed / n_prompt * 100 + '%')
   }
   add(choice, now) {
-    const follow = this.scroller.scrollHeight - this.scroller.scrollTop - this.scroller.clientHeight < 30
     this.reason = choice.finish_reason
     this.text += choice.text ?? choice.delta.content ?? ''
-    this.view.show(this.text, Boolean(this.reason))
     const came = choice.token_ids.length
     this.n += came
     if (came && !this.first) { this.first = now; this.at_first = this.n }
-    const more = this.n - this.at_first, seconds = (now - this.first) / 1000
+    this.last = now
+    this.timer ??= setTimeout(() => this.draw(), this.wait)
+  }
+  draw() {
+    clearTimeout(this.timer)
+    this.timer = null
+    const begun = performance.now()
+    const follow = this.scroller.scrollHeight - this.scroller.scrollTop - this.scroller.clientHeight < 30
+    this.view.show(this.text, Boolean(this.reason))
+    const more = this.n - this.at_first, seconds = (this.last - this.first) / 1000
     if (this.first) this.speed.textContent = duration(this.first - this.start) + ' to the first token' +
       (more && seconds ? `, ${number(more / seconds)} tokens/s` : '')
     this.say({stop: ', at its end', length: ', cut off'}[this.reason] ?? ' …')
     if (follow) this.scroller.scrollTop = this.scroller.scrollHeight
+    this.wait = 5 * Math.max(0, performance.now() - begun - 5)  // a long text is shown less often
   }
   say(how) {
     this.note.textContent = count(this.n, 'token') + how
     this.element.style.removeProperty('--read')
   }
   end(why) {  // of the stream; why: if it has not come to an end of its own
+    if (this.timer) this.draw()
     if (!this.reason) {
       this.view.show(this.text, true)
       this.say(', ' + why)
@@ -647,9 +654,10 @@ function lose(error) {
 async function watch() {
   for (let met = false;;) {
     if (!document.hidden) try {
-      if (!met) meet((await (await ask('v1/models')).json()).data[0])
-      state = await (await ask('cache')).json()
+      if (!met) meet((await (await ask('v1/models', {signal: AbortSignal.timeout(9000)})).json()).data[0])
+      state = await (await ask('cache', {signal: AbortSignal.timeout(9000)})).json()
       met = true
+      if ($('error').textContent === GONE) tell()
       $('status').textContent = 'connected'
       $('status').className = 'soft'
       $('pane').className = ''
@@ -671,7 +679,7 @@ addEventListener('keydown', event => {
   const sends = event.ctrlKey || event.metaKey ||
     event.target === $('message') && !event.shiftKey && !event.isComposing
   if (event.key === 'Enter' && sends) { event.preventDefault(); generate() }
-  if (event.key === 'Escape') running ? running.abort() : place !== null && edit()
+  if (event.key === 'Escape' && !event.isComposing) running ? running.abort() : place !== null && edit()
 })
 $('turns').addEventListener('click', ({target}) => {
   const code = target.closest('.copy') && target.closest('.code')

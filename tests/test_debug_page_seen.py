@@ -54,7 +54,7 @@ def test_the_keys_go_through_the_steps_and_each_says_what_it_does(page):
              'uncached': ['Without a cache'] * 12}[page.kind]
     for i, (f, title) in enumerate(zip(page.data['frames'], kinds, strict=True)):
         now, start, end, n = seen(page), f['start'], f['start'] + f['n'], len(f['rows'])
-        assert (now['number'], now['title'], now['slider']) == (f'step {i + 1} of {len(kinds)}', title, str(i))
+        assert (now['number'], now['title'], now['slider']) == (f'step {i + 1} of {len(kinds)}', title, str(i + 1))
         assert (f"cache_pos goes from {start} to {end}." in now['says']) == ('cache' in f)
         assert [name.split()[0] for name in now['names'][:n]] == [
             'computed' if position >= start else 'kept' for position in f['positions']]
@@ -66,9 +66,9 @@ def test_the_keys_go_through_the_steps_and_each_says_what_it_does(page):
         assert ['hidden' in name for name in now['weights'][:n]] == np.isinf(f['numbers'][0, 0, 0]).tolist()
         assert now['mask'] == f['n']
         press(page, Keys.ARROW_RIGHT)
-    assert f['first'] == (0 if page.kind == 'ring' else 6) and seen(page)['slider'] == str(i)
+    assert f['first'] == (0 if page.kind == 'ring' else 6) and seen(page)['slider'] == str(i + 1)
     press(page, Keys.ARROW_LEFT)
-    assert seen(page)['slider'] == str(i - 1)
+    assert seen(page)['slider'] == str(i)
 
 
 def pixels(page, selector):
@@ -132,14 +132,14 @@ def test_plays_and_slides(page):
     assert seen(page)['slider'] == '10' and page.text('#play') == 'Play'
     press(page, Keys.END)
     page['#play'].click()  # from the beginning, up to the end
-    assert seen(page)['slider'] == '0'
+    assert seen(page)['slider'] == '1'
     last = len(page.data['frames']) - 1
     page.browser.execute_script('for (let i = 0; i < 20; i++) tick()')
-    assert seen(page)['slider'] == str(last) and page.text('#play') == 'Play'
+    assert seen(page)['slider'] == str(last + 1) and page.text('#play') == 'Play'
     page['#back'].click()
-    assert seen(page)['slider'] == str(last - 1)
+    assert seen(page)['slider'] == str(last)
     page['#layer'].send_keys(Keys.ARROW_DOWN)
-    assert page.text('#where').startswith('Layer 1') and seen(page)['slider'] == str(last - 1)
+    assert page.text('#where').startswith('Layer 1') and seen(page)['slider'] == str(last)
 
 
 @pytest.mark.parametrize('width, scheme', sizes([(390, 'dark')], [(390, 'dark'), (1280, 'light')]))

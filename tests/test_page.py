@@ -218,7 +218,7 @@ class Page:
             for (const piece of arguments[0]) speak(piece)
             if (arguments[1]) speak('', arguments[1])""", pieces, end)
         self.wait(lambda: self.finished() if end else self.browser.execute_script(
-            'return conversation().at(-1).content.endsWith(arguments[0])', pieces[-1]))
+            'return conversation().at(-1).content.endsWith(arguments[0]) && !turns.at(-1).answer.timer', pieces[-1]))
 
     def turns(self):
         """The conversation that is sent, without a system message, as messages of the API."""
