@@ -3,7 +3,6 @@ How good a model is: bits per byte of any text, and multiple choice by log likel
 are those of lm-eval (https://github.com/EleutherAI/lm-evaluation-harness) on the same task.
 """
 import math
-from functools import partial
 
 import torch
 
@@ -117,7 +116,7 @@ def is_question(line):
 
 
 PARTS = dict(
-    text=Part(lambda asked: rows(asked, 'text', partial(read_text, newline=''), bits_of), 1, "bits per byte of a text",
+    text=Part(lambda asked: rows(asked, 'text', read_text, bits_of), 1, "bits per byte of a text",
               'model text bytes tokens nats_per_token bits_per_byte standard_error'),
     choices=Part(lambda asked: rows(asked, 'choices', read_questions, accuracies), 1,
                  "multiple choice by log likelihood", 'model choices questions acc acc_error acc_norm acc_norm_error'))

@@ -1,6 +1,7 @@
 """What a model is trained on in a conversation: the tokens that the assistant has said."""
 import json
 import re
+from itertools import product
 
 import numpy as np
 
@@ -52,12 +53,13 @@ def scored_tokens(tokenizer, messages):
         text = ''.join([*marked, rest])
     encoding = tokenizer.encoding(text, add_special_tokens=False)
     ids, (starts, ends) = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2).T
-    for i in [i for i, message in enumerate(messages) if message['role'] == 'assistant' and not marked]:
-        for end in tokenizer.end_tokens:
-            name = tokenizer.token_bytes[end].decode('utf-8', 'replace')
-            if name in messages[i]['content'] and end in tokenizer.special_ids:
-                raise ValueError(f"message {i + 1}, of the assistant, has the text {name}, the token that ends an "
-                                 "answer: leave it out")
+    answers = [i for i, message in enumerate(messages) if message['role'] == 'assistant']
+    for i, end in product(answers, tokenizer.end_tokens):
+        name = tokenizer.token_bytes[end].decode('utf-8', 'replace')
+        if name in messages[i]['content'] and end in tokenizer.special_ids:
+            raise ValueError(f"message {i + 1}, of the assistant, has the text {name}, the token that ends an answer: "
+                             "leave it out")
+    for i in [] if marked else answers:
         before = template.render(messages[:i])
         stops = np.flatnonzero(np.isin(ids, tokenizer.end_tokens) & (starts >= len(before)))
         is_shown = not (words := messages[i]['content'].split()) or any(word in text[len(before):] for word in words)

@@ -55,14 +55,14 @@ def with_template(tokenizer, template):
 @pytest.mark.parametrize('kind, name', [
     *itertools.product(['byte level', 'sentencepiece'], ['marked', 'macro', 'plain']), ('byte level', 'without marks')])
 def test_what_is_scored_is_what_transformers_marks(tmp_path, kind, name):
-    """Without marks an answer goes up to its end token, unless its text is itself one."""
+    """Without marks an answer goes up to its end token."""
     template, marked = TEMPLATES[name]
     made = chat_tokenizer(TEXTS) if kind == 'byte level' else sentencepiece_tokenizer(
         TEXTS, special_tokens=dict(eos_token='</s>'))
     ours, other, n_scored = with_template(made, template), theirs(made, marked, tmp_path), 0
     for seed in range(sizes(40, 300)):
         messages = conversation(random.Random(seed))
-        if template != marked and any('<|im_end|>' in m['content'] for m in messages):
+        if any('<|im_end|>' in m['content'] for m in messages if m['role'] == 'assistant'):
             continue
         expected = other.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, scored = scored_tokens(ours, messages)
@@ -81,12 +81,11 @@ def test_without_marks_an_answer_goes_up_to_its_end_token():
 
 
 def test_an_answer_with_the_text_of_its_end_is_refused():
-    """Its target would end there. With marks it is scored as a whole, as in transformers."""
+    """A model would learn to end there, and to go on behind an end."""
     messages = [dict(role='user', content='ab'), dict(role='assistant', content='a <|im_end|> b')]
-    with pytest.raises(ValueError, match=r'message 2, of the assistant, has the text <\|im_end\|>, the token that'):
-        scored_tokens(with_template(chat_tokenizer(TEXTS), CHAT), messages)
-    ids, scored = scored_tokens(with_template(chat_tokenizer(TEXTS), MARKED), messages)
-    assert chat_tokenizer(TEXTS).decode(ids[scored]) == 'a <|im_end|> b<|im_end|>'
+    for template in CHAT, MARKED:
+        with pytest.raises(ValueError, match=r'message 2, of the assistant, has the text <\|im_end\|>, the token that'):
+            scored_tokens(with_template(chat_tokenizer(TEXTS), template), messages)
 
 
 def test_a_template_that_leaves_out_answers_is_refused():

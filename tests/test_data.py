@@ -291,6 +291,8 @@ def test_what_is_another_tokenizer_and_what_is_none():
     for model, data, ours, theirs in other:
         with pytest.raises(ValueError, match=f'^d has another tokenizer, .*{theirs}.*, than m, .*{ours}'):
             check_tokenizer(model, data, 'm', 'd')
+    with pytest.raises(ValueError, match=r'tokenizer \(data/shakespeare/prepare.py --tokenizer=, for example\), or'):
+        check_tokenizer({'kind': 'char', 'chars': 'abc'}, {'kind': 'char', 'chars': 'ac'}, 'm', 'd')
 
 
 def test_a_folder_with_a_tokenizer_json_has_its_vocabulary(tmp_path):

@@ -102,7 +102,7 @@ def test_the_token_before_a_text():
 
 def test_the_script_evaluates_a_run_on_files(repo, trained):
     shutil.copytree(trained / 'out', repo / 'out-mine')
-    (repo / 'a.txt').write_text('the class statement')
+    (repo / 'a.txt').write_bytes(b'the class\r\nstatement')  # read as prepare.py does
     lines = [dict(question='the class', choices=['is', 'body'], answer=1)] * 3
     (repo / 'q.jsonl').write_text('\n'.join(map(json.dumps, lines)))
     evaluate = 'bench.py', '--mode=eval', '--init_from=out-mine', '--choices=q.jsonl'

@@ -250,6 +250,16 @@ def test_the_curves_are_a_picture(trained, tmp_path):
     assert picture.startswith(b'\x89PNG') and len(picture) > 9000
 
 
+@pytest.mark.parametrize('damage', [b'6,0.1\xff\xfe,4.4\n', bytes(200_000), b'6'])
+def test_a_damaged_log_keeps_the_rows_before(trained, tmp_path, damage):
+    whole = (trained / 'out' / 'log.csv').read_bytes()
+    (tmp_path / 'log.csv').write_bytes(whole + damage)
+    log = Log(None)
+    log.open_files(str(tmp_path), 1000, 2000)
+    log.close()
+    assert (tmp_path / 'log.csv').read_bytes().startswith(whole)
+
+
 def test_a_run_goes_on_without_a_log_that_cannot_be_written_and_stops_without_stdout(tmp_path, capsys):
     def full(*_):
         raise OSError(28, 'No space left on device')

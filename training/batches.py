@@ -52,8 +52,8 @@ def check_tokenizer(model, data, model_from, data_from):
     if ours == theirs and data['kind'] == 'char':
         more = ''.join(sorted({*data['chars']} - {*model['chars']}))
         theirs += f" with {more[:20]!r} among them" if more else " in another order"
-    advice = "" if data['kind'] == 'char' else (
-        "prepare the data with the model's tokenizer (the folder's prepare.py with --tokenizer=), or ")
+    advice = "" if data['kind'] == 'char' and not {*data['chars']} <= {*model.get('chars', '')} else (
+        "prepare the data with the model's tokenizer (data/shakespeare/prepare.py --tokenizer=, for example), or ")
     raise ValueError(f"{data_from} has another tokenizer, {theirs}, than {model_from}, {ours}: {advice}train a new "
                      "model, in another --out_dir")
 

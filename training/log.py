@@ -53,9 +53,11 @@ class Log:
         self.path, rows, self.drawn = os.path.join(out_dir, 'log.csv'), [], -math.inf
         path = os.path.join(out_dir, 'log_new.csv') if beside else self.path
         if iter_num and os.path.exists(self.path):
-            with open(self.path, newline='') as f:  # the last row of a crashed run may be cut off: it has no iter
-                rows = [row for row in csv.DictReader(f) if (row.get('iter') or '').isdigit()]
-            rows = [row for row in rows if int(row['iter']) < iter_num]
+            # rows of a crashed run, or of a damaged file, may have no iter
+            with open(self.path, newline='', errors='replace') as f, suppress(csv.Error):
+                for row in csv.DictReader(f):
+                    if (row.get('iter') or '').isdecimal() and int(row['iter']) < iter_num:
+                        rows.append(row)
         with replacing(path, 'w', newline='') as f:
             writer = csv.DictWriter(f, COLUMNS, restval='', extrasaction='ignore')
             writer.writeheader()
@@ -173,6 +175,6 @@ class Log:
             ax.legend()
             with replacing(self.path.replace('log.csv', 'loss.png')) as f:
                 fig.savefig(f, format='png', dpi=110)
-        except (OSError, ValueError, TypeError) as e:  # others may have written to log.csv
+        except (OSError, ValueError, TypeError, csv.Error) as e:  # others may have written to log.csv
             why = e.strerror if isinstance(e, OSError) else e
             self.say(f"loss.png cannot be written ({why}), and the run goes on without it")
