@@ -262,8 +262,8 @@ class Engine:
         for name, is_taken in (('executor', self.executor.layers is not self.layers),
                                ('pool', self.pool.engine() is not self)):
             if is_taken:
-                raise ValueError(f"a later engine has taken the {name} of this one, and each engine needs its own: "
-                                 f"make another {name}")
+                raise ValueError(f"a later engine has taken the {name} of this one, or this one is a copy, and each "
+                                 f"engine needs its own: make another {name}")
         if self.pid != os.getpid():
             raise ValueError("this engine was made before a fork, in another process: make an engine in this process")
         if self.is_running:
