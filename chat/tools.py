@@ -14,9 +14,6 @@ from typing import NamedTuple
 
 MOST_CALLS = 128   # of one answer
 MOST_FORCED = 4    # of one that has to call: a small model may go on until it is cut off
-PLAIN = {  # of a schema
-    'type', 'properties', 'required', 'title', 'description', '$defs', 'definitions', '$schema', '$id', '$comment',
-    'examples', 'default', 'deprecated'}
 DECODER = json.JSONDecoder(strict=False)  # models write line breaks in texts
 # for llguidance: arguments have the blanks that templates show, and no others
 SPACING = dict(whitespace_pattern=None, whitespace_flexible=False, item_separator=', ', key_separator=': ')
@@ -82,11 +79,8 @@ def grammar(form, tools, several, rule, answer=None):
     rules = []
     for i, tool in enumerate(tools):
         f = tool['function']
-        schema = f['parameters']
-        if 'properties' in schema and schema.keys() <= PLAIN:  # a function fails with arguments that it does not have
-            schema = schema | {'additionalProperties': False}
         begin = f'{{"name": {json.dumps(f["name"], ensure_ascii=False)}, "{form.arguments}": '
-        rules.append(f'call_{i}: {json.dumps(begin)} {rule(schema | {"x-guidance": SPACING})} "}}"')
+        rules.append(f'call_{i}: {json.dumps(begin)} {rule(f["parameters"] | {"x-guidance": SPACING})} "}}"')
     call = f'({" | ".join(f"call_{i}" for i in range(len(tools)))})'
     first, between, last = ('[\n', ',\n', '\n]') if form.listed else ('\n', f'\n{form.closes}\n{form.opens}\n', '\n')
     calls = call

@@ -7,6 +7,7 @@ So each is first compiled in a process that has no other task, see chat/template
 import json
 import math
 import sys
+from copy import deepcopy
 from decimal import Decimal
 
 if __name__ == '__main__':  # the process that compiles
@@ -18,12 +19,15 @@ from chat.template import answer_of, serve
 MOST_CHARACTERS = 2**17  # of a schema, an expression, a grammar, or all choices
 SECONDS = 2.0            # of the processor, for compiling one
 # between the parts of JSON, which allows any number: a small model may write blanks without end
-BLANKS = r'[ \n]{1,40}'
+BLANKS = r' |\n{1,2} {0,20}'
 # the model chooses how a text is divided into tokens, and the library forces no division
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 # keywords of a schema whose value is a dict by names
 NAMED = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas', 'dependencies'
+PLAIN = {'type', 'properties', 'required', 'title', 'description', '$defs', 'definitions', '$schema', '$id', '$comment',
+         'examples', 'default', 'deprecated', 'x-guidance'}  # of an object that says nothing of other properties
+COMBINING = {'allOf', 'not', 'if', 'dependentSchemas', 'dependencies'}  # schemas of one object
 waiting = []             # processes that wait for a question
 
 
@@ -41,24 +45,51 @@ def grammar_of(kind, text):
 
 
 def json_rule(schema):
-    """The right side of a rule of Lark for the JSON of a schema, a dict."""
+    """The right side of a rule of Lark for the JSON of a schema, a dict, see `closed`."""
     given = schema.get('x-guidance', {})
     if type(given) is not dict:
         raise ValueError(f"x-guidance must be an object of llguidance's options, not {given!r:.40}")
-    if (number := next(rounded_numbers(schema), None)) is not None:
+    numbers = [n for each in subschemas(schema) for key in ('const', 'enum') for n in numbers_in(each.get(key))]
+    if (number := next(filter(may_be_rounded, numbers), None)) is not None:
         raise ValueError(f"const or enum has the number {number!r}, which the library may round: give an integer "
                          "up to 2**53, a float of up to 15 digits from 1e-7 to 1e22, or a text")
     options = {'whitespace_pattern': BLANKS} | given
-    return f"%json {json.dumps(schema | {'x-guidance': options})}"
+    return f"%json {json.dumps(closed(schema) | {'x-guidance': options})}"
 
 
-def rounded_numbers(schema, is_value=False, has_names=False):
-    """Yields the numbers in const and enum that the library may round. has_names: are the keys of this dict names?"""
-    if is_value and type(schema) in (int, float) and may_be_rounded(schema):
+def subschemas(schema, has_names=False):
+    """All schemas within a schema, and itself. has_names: are the keys of this dict names?"""
+    if type(schema) is dict and not has_names:
         yield schema
     for key, part in schema.items() if type(schema) is dict else enumerate(schema) if type(schema) is list else ():
-        yield from rounded_numbers(part, is_value or not has_names and key in ('const', 'enum'),
-                                   not has_names and key in NAMED)
+        if has_names or key not in ('const', 'enum', 'default', 'examples'):
+            yield from subschemas(part, not has_names and key in NAMED)
+
+
+def closed(schema):
+    """
+    A schema whose objects have the properties that it names and no others, where it does not say so itself: a small
+    model invents others until it is cut off. So do llama.cpp and xgrammar. A schema stays as it is where several
+    schemas describe one object, as each would exclude the properties of the others.
+    """
+    schema = deepcopy(schema)
+    found = [*subschemas(schema)]
+    if any(each.keys() & COMBINING or 'properties' in each and each.keys() & {'anyOf', 'oneOf', '$ref'}
+           for each in found):
+        return schema
+    for each in found:
+        names, required = each.get('properties'), each.get('required', [])
+        if type(names) is dict and type(required) is list and each.keys() <= PLAIN and (
+                all(type(name) is str and name in names for name in required)):
+            each['additionalProperties'] = False
+    return schema
+
+
+def numbers_in(value):
+    if type(value) in (int, float):
+        yield value
+    for part in value.values() if type(value) is dict else value if type(value) is list else ():
+        yield from numbers_in(part)
 
 
 def may_be_rounded(number):
