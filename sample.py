@@ -30,12 +30,11 @@ import decode
 import model as plain_model
 from chat.conversation import Conversation, talk
 from decode.draw import DrawSettings, draw
-from decode.eager import UncachedExecutor
 from device import DTYPES, autocast, pick_device, pick_dtype, share_cores, synchronize, trusted_dtype
 from engine.engine import PAGE_SIZE, Engine, default_pool, pool_for
 from engine.sequence import AHEAD_OF_STOPS, MOST_AHEAD
 from formats.pretrained import generation_defaults
-from kvcache import NoPool, bytes_of_slots, make_layers, pages_for
+from kvcache import bytes_of_slots, make_layers, pages_for
 from kvcache.storage import free_memory
 from serving.constraints import Vocabulary, compiled
 from tokenizer import TextStream, read_text
@@ -170,10 +169,10 @@ class Printed:
 
 
 def by_model():
-    """Does `GPT.generate` draw? A trace shows the model's own steps, which have no settings of an engine."""
+    """Does `GPT.generate` draw? It does without a cache, and for a trace, which has no settings of an engine."""
     asked = decode.asked_of_the_kernel(weights, threads, speculate, draft)
     of_engine = asked or kv_cache in CELLS or kv_bits or when_full == 'shift' or json_schema or regex or grammar
-    return debug_kv_model.tracing() and decoder in ('auto', 'eager') and not of_engine
+    return not use_cache or debug_kv_model.tracing() and decoder in ('auto', 'eager') and not of_engine
 
 
 def sample_by_engine(model, tokenizer, prompts, dev, printed):
@@ -258,20 +257,17 @@ def chat_with(model, tokenizer, dev, first, given):
 
 def engine_for(model, tokenizer, n_sequences, n_tokens, pool, dev):
     """An `Engine` for so many sequences of so many tokens, with the executor that was asked for; stderr says which."""
-    if not use_cache:
-        engine = Engine(model, UncachedExecutor(model), NoPool(), most_running=n_sequences)
-    else:
-        proposing = None
-        if draft:
-            small = checkpoint.load_draft(draft, plain_model, model, tokenizer)
-            of_small = pool_for(small.config, min(n_sequences, decode.DRAFTED_SEQUENCES), n_tokens)
-            proposing = decode.draft_of(small, draft, of_small, make_layers(small, of_small.n_slots))
-        is_traced = debug_kv_model.tracing() and not decode.asked_of_the_kernel(weights, threads, speculate, draft)
-        name = 'eager' if decoder == 'auto' and is_traced else decoder  # others have no trace
-        executor = decode.best(model, n_sequences, weights, threads, name, 'off' if chat else speculate, proposing,
-                               pick_dtype(dtype, dev), kv_bits)
-        engine = Engine(model, executor, pool, 512 if chat else 2**14, n_sequences, kv_bits)
-    print(f"decoder: {engine.executor.name}", file=sys.stderr)
+    proposing = None
+    if draft:
+        small = checkpoint.load_draft(draft, plain_model, model, tokenizer)
+        of_small = pool_for(small.config, min(n_sequences, decode.DRAFTED_SEQUENCES), n_tokens)
+        proposing = decode.draft_of(small, draft, of_small, make_layers(small, of_small.n_slots))
+    is_traced = debug_kv_model.tracing() and not decode.asked_of_the_kernel(weights, threads, speculate, draft)
+    name = 'eager' if decoder == 'auto' and is_traced else decoder  # others have no trace
+    executor = decode.best(model, n_sequences, weights, threads, name, 'off' if chat else speculate, proposing,
+                           pick_dtype(dtype, dev), kv_bits)
+    engine = Engine(model, executor, pool, 512 if chat else 2**14, n_sequences, kv_bits)
+    print(f"decoder: {executor.name}", file=sys.stderr)
     return engine
 
 
@@ -344,7 +340,8 @@ def check_decoder(dev):
     if chat and (draft or speculate not in ('auto', 'off') or kv_cache in CELLS):
         raise ValueError("chat has blocks and draws one token after the other: leave kv_cache, speculate and draft out")
     cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache in CELLS) + [f'kv_bits={kv_bits}'] * (kv_bits > 0)
-                         + ['chat=True'] * chat)
+                         + [f'when_full={when_full}'] * (when_full == 'shift') + ['chat=True'] * chat
+                         + [name for name in ('json_schema', 'regex', 'grammar') if globals()[name]])
     decode.check_choice(decoder, weights, threads, dev, pick_dtype(dtype, dev), speculate, draft)
     needs_cache = decode.asked_of_the_kernel(weights, threads, speculate, draft) or cache
     if decoder not in ('auto', 'eager'):

@@ -5,9 +5,9 @@ Executors: one step of a model for any sequences, as fast as the device allows.
 
 An executor has a `name`; the `model` that it computes; `hold(layers)`, which gives it the storage of its slots, then
 its `layers`; `type_kv`, the type of keys and values that it computes; `refresh()`, after which it goes on with the
-weights of now; and `torch_on_one_thread()`, a context manager for a loop of steps. (`UncachedExecutor` stores nothing,
-and has no `hold` and no `type_kv`.) It may have `most_sequences`, the most that run at a time; `prepare()`, slow
-work that is done before the first request; and `draft`, which proposes its tokens.
+weights of now; and `torch_on_one_thread()`, a context manager for a loop of steps. It may have `most_sequences`, the
+most that run at a time; `prepare()`, slow work that is done before the first request; and `draft`, which proposes its
+tokens.
 
     batch        the work of one call, and what comes of it: what all executors are told
     draw         the next token: its settings, and what a draw is

@@ -85,32 +85,6 @@ class EagerExecutor:
         return [LayerView(*layer.views(*where), n_keys, is_ragged) for layer in self.layers]
 
 
-class UncachedExecutor:
-    """
-    What generation without a cache is: `counts` are all tokens of each sequence, and the model computes them from
-    position 0 on. Its pool is `kvcache.NoPool`.
-    """
-    name, layers, torch_on_one_thread = 'PyTorch, without a cache', (), nullcontext
-
-    def __init__(self, model):
-        self.model = model
-
-    def refresh(self):
-        """The model is called as it is."""
-
-    def execute_model(self, batch):
-        """See `decode.cpu.CPUExecutor.execute_model`. Sequences of different lengths are computed one by one."""
-        check_step(self.model, batch)
-        _, parts = batch.rows()
-        tokens = torch.from_numpy(batch.tokens).to(self.model.lm_head.weight.device).split(batch.counts)
-        together = [tokens] if len(set(batch.counts)) == 1 else [[one] for one in tokens]
-        with torch.inference_mode():
-            logits = torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])
-            if not are_numbers(logits[:, 0]):
-                raise NotNumbers
-            return batch.result(logits[:, 0], parts, drawn)
-
-
 def drawn(sequences, logits):
     """The next token of each sequence, a list, from a row of logits of each."""
     for s in sequences:

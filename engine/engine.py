@@ -48,17 +48,11 @@ class Engine:
             raise ValueError(f"kv_bits must be 0 or 8, not {kv_bits!r}")
         executor = executor or EagerExecutor(model)
         self.model, self.executor, self.pool = model, executor, pool or default_pool(model.config)
-        n_slots = self.pool.n_slots
-        if bool(n_slots) != hasattr(executor, 'hold'):
-            raise ValueError(f"NoPool and UncachedExecutor go together, and {type(self.pool).__name__} came with "
-                             f"{type(executor).__name__}: pass both, or neither")
         self.pool.reset()
         self.pool.engine = weakref.ref(self)
-        if n_slots:
-            type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
-            executor.hold(make_layers(model, n_slots, type_kv))
-            # executors and drafts hold this list too; it is emptied to free the keys and values when the engine is gone
-            weakref.finalize(self, executor.layers.clear).atexit = False
+        executor.hold(make_layers(model, self.pool.n_slots, f'int{kv_bits}' if kv_bits else executor.type_kv))
+        # executors and drafts hold this list too; it is emptied to free the keys and values when the engine is gone
+        weakref.finalize(self, executor.layers.clear).atexit = False
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.longest_call, self.return_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
@@ -94,9 +88,9 @@ class Engine:
             if type(count) is not int or count < least:
                 raise ValueError(f"{name} must be an integer from {least} on, not {count!r}")
         n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
-        if prompt_logits and (not self.pool.page_size or len(prompt) > c.max_positions):
-            raise ValueError("prompt_logits=True needs another pool than NoPool, and a prompt of at most "
-                             f"{c.max_positions} tokens, not {len(prompt)}")
+        if prompt_logits and len(prompt) > c.max_positions:
+            raise ValueError(f"prompt_logits=True is for a prompt of at most {c.max_positions} tokens, not "
+                             f"{len(prompt)}")
         self.check_room(prompt, max_new_tokens)
         settings = DrawSettings(c.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **values)
         sequences = [
@@ -118,13 +112,12 @@ class Engine:
     def check_room(self, prompt, max_new_tokens):
         """ValueError if a sequence can never fit into the pool."""
         c, page_size = self.model.config, self.pool.page_size
-        if page_size:
-            n_tokens = min(len(prompt) + max(0, max_new_tokens - 1), c.max_positions)  # the last one is not computed
-            n_pages = min(-(-n_tokens // page_size), pages_for(c, page_size))
-            if n_pages > self.pool.n_pages:
-                raise ValueError(f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones take {n_pages} pages "
-                                 f"of {page_size} slots, and the pool has {self.pool.n_pages}: ask for fewer, or make "
-                                 "a larger pool")
+        n_tokens = min(len(prompt) + max(0, max_new_tokens - 1), c.max_positions)  # the last one is not computed
+        n_pages = min(-(-n_tokens // page_size), pages_for(c, page_size))
+        if n_pages > self.pool.n_pages:
+            raise ValueError(f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones take {n_pages} pages of "
+                             f"{page_size} slots, and the pool has {self.pool.n_pages}: ask for fewer, or make a "
+                             "larger pool")
 
     def step(self):
         """

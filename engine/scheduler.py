@@ -37,8 +37,7 @@ class Scheduler:
             raise ValueError(f"a step must be allowed to compute at least 1 token, not {budget}")
         if most_running < 1:
             raise ValueError(f"at least 1 sequence must be allowed to run, not {most_running}")
-        # without a cache all tokens of a sequence are computed in one step
-        self.pool, self.budget = pool, budget if pool.page_size else 2**62
+        self.pool, self.budget = pool, budget
         self.most_running = min(most_running, pool.most_sequences)
         self.at_once = pool.window + 1 if pool.window else self.budget
         self.going, self.running, self.waiting, self.suspects = {}, [], [], []  # going: {sequence: None}
@@ -52,9 +51,8 @@ class Scheduler:
             s.rank = self.n_added, i
             self.going[s] = None
         self.n_added += 1
-        n_first = 1 if self.pool.page_size else len(sequences)  # without pages nothing is kept that could be shared
-        sequences[0].siblings = sequences[n_first:]
-        self.waiting.extend(sequences[:n_first])
+        sequences[0].siblings = sequences[1:]
+        self.waiting.append(sequences[0])
 
     def remove(self, sequence):
         """A sequence has ended: its slots are free."""
@@ -146,7 +144,7 @@ class Scheduler:
             most = max(1, min(most, MOST_LOGITS // (len(sequences) * sequences[0].settings.vocab_size)))
         most = min(most, min(wanted) + AFTER_AN_END)
         if self.waiting:
-            most = min(most, max(1, self.pool.page_size))  # slots ahead are not worth more than a sequence that waits
+            most = min(most, self.pool.page_size)  # slots ahead are not worth more than a sequence that waits
         while most > 1 and not all([self.pool.extend(s, min(n, most)) for s, n in zip(sequences, wanted)]):
             most //= 2
         return [min(n, most) for n in wanted]

@@ -2,7 +2,6 @@
 Pools: in which slots the positions of sequences lie. And the storage of these slots.
 
     pages        pages of slots, shared between sequences that begin alike (vLLM)
-    none         nothing is kept: generation without a cache
     storage      rows of numbers: floats, int8
     llamacpp/    llama.cpp's cells and streams as a pool, and its caches to be read and compared
     openppl      OpenPPL's cache as one function
@@ -19,14 +18,13 @@ A pool is what the engine's scheduler asks for slots; one thread owns it. See `p
     reset()                         forget all sequences and all that is remembered
     will_grow(sequence)             will it need more room before it ends?
     copies                          of slots, which the next call makes first: the scheduler takes them
-    page_size                       slots of a page; 0 where nothing is kept: `NoPool` has no fork and no n_pages
+    page_size                       slots of a page
     n_pages                         pages; of cells, those of one stream
     n_slots                         slots in all
     n_free                          pages that no sequence has
     most_sequences, window          the most that run at a time; of the model
 """
-from kvcache.none import NoPool
 from kvcache.pages import PagePool, pages_for
 from kvcache.storage import bytes_of_slots, make_layers
 
-__all__ = ['PagePool', 'NoPool', 'bytes_of_slots', 'make_layers', 'pages_for']
+__all__ = ['PagePool', 'bytes_of_slots', 'make_layers', 'pages_for']

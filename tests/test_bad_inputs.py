@@ -75,6 +75,8 @@ SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--weights=int8 --dtype=bfloat16', 'but not dtype=bfloat16'),
     ('--kv_cache=pages', "kv_cache must be one of 'blocks', 'streams', 'unified', not 'pages'"),
     ('--kv_cache=streams --use_cache=False', 'kv_cache=streams works on the cache: leave use_cache=False out'),
+    ('--when_full=shift --use_cache=False', 'when_full=shift works on the cache: leave use_cache=False out'),
+    ('--regex=a+ --use_cache=False', 'regex works on the cache: leave use_cache=False out'),
     ('--kv_bits=4', 'kv_bits must be one of 0, 8, not 4'),
 ]
 OTHERS = [

@@ -14,7 +14,7 @@ from tiny_models import model_of
 import decode
 from decode.batch import Refused
 from decode.cpu import CPUExecutor
-from decode.eager import EagerExecutor, UncachedExecutor
+from decode.eager import EagerExecutor
 from model import GPT, MLP
 
 IDX = torch.tensor([[1, 2, 3, 5, 8, 13, 21]])
@@ -160,10 +160,9 @@ def test_a_forward_of_its_own_is_run_without_a_cache(change):
     for refused in (executor.refresh, lambda: EagerExecutor(model)):
         with pytest.raises(ValueError, match='pass use_cache=False'):
             refused()
-    text = Text(IDX[0].tolist())
-    batch = Slots(EagerExecutor(tiny())).batch({text: 7}, 1, logprobs=True)
-    drawn = UncachedExecutor(model).execute_model(batch)[0]
-    assert torch.equal(drawn.logits, 2 * tiny()(IDX, use_cache=False)[0][0])
+    found = []
+    model.generate(IDX, 1, draw=lambda logits, number: found.append(logits) or logits.argmax(-1, keepdim=True))
+    assert torch.equal(found[0], 2 * tiny()(IDX, use_cache=False)[0][0])
 
 
 def global_hook():

@@ -22,9 +22,9 @@ from toy_executor import ToyConstraint, ToyExecutor, toy_model
 import decode
 from decode.batch import NotNumbers, Refused, now
 from decode.cpu import CPUExecutor
-from decode.eager import EagerExecutor, UncachedExecutor
+from decode.eager import EagerExecutor
 from engine import Engine, default_pool, pool_for
-from kvcache import NoPool, PagePool, pages_for
+from kvcache import PagePool, pages_for
 from kvcache.llamacpp.pool import CellPool
 
 KINDS = 'learned', 'llama', 'alibi', 'none', 'learned window', 'rope window sinks'
@@ -68,9 +68,6 @@ def test_a_text_has_in_any_company_pool_and_executor_what_it_has_alone(kind):
                 assert make is MAKE[2] or [tokens for tokens, *_ in got] == expected, (seed, name, executor.name)
                 assert pool.n_free * pool.page_size == pool.n_slots
                 n_preempted, n_found = n_preempted + engine.scheduler.n_preempted, n_found + engine.scheduler.n_found
-        prompts = [prompt for prompt, _ in jobs]
-        assert Engine(model, UncachedExecutor(model), NoPool()).generate(prompts, n_new, temperature=0) == [
-            text_alone(model, prompt, n_new, temperature=0) for prompt in prompts]
     assert n_preempted and n_found
 
 
@@ -299,9 +296,8 @@ def test_what_makes_no_sense_is_refused(wrong, words):
     engine = Engine(model, EagerExecutor(model), default_pool(model.config, 6, 4))
     with pytest.raises(ValueError, match=words):
         engine.add(**(dict(prompt=[1] * 32 if 'n_keep' in wrong else [1], max_new_tokens=2) | wrong))
-    for how, words in ((dict(kv_bits=4), 'must be'), (dict(most_running=0), 'must be'), (dict(budget=0), 'must be'),
-                       (dict(pool=NoPool()), 'go together'), (dict(executor=UncachedExecutor(model)), 'go together')):
-        with pytest.raises(ValueError, match=words):
+    for how in dict(kv_bits=4), dict(most_running=0), dict(budget=0):
+        with pytest.raises(ValueError, match='must be'):
             Engine(model, **how)
     assert engine.is_idle and len(engine.generate([[1, 2]], 4)[0]) == 6
 

@@ -26,7 +26,7 @@ from decode import cpu
 from decode.batch import Batch, NotNumbers, Refused, Runs
 from decode.cpu import CPUExecutor
 from decode.draw import DrawSettings, draw
-from decode.eager import EagerExecutor, UncachedExecutor
+from decode.eager import EagerExecutor
 from decode.gpu.executor import GPUExecutor
 from decode.kernel.attention import FAR
 from decode.kernel.threads import n_cores
@@ -455,11 +455,10 @@ def test_a_bad_batch_is_refused_and_nothing_is_written(way, bad, monkeypatch):
 
 def test_a_model_in_training_mode_is_refused():
     """Dropout would stay in the keys and values. Numba's executor has none."""
-    for kind in (EagerExecutor, UncachedExecutor, lambda model: made('gpu float32', model)):
+    for kind in EagerExecutor, lambda model: made('gpu float32', model):
         model = model_of('learned', dropout=0.5)
         executor = kind(model)
-        if hasattr(executor, 'hold'):
-            executor.hold(make_layers(model, 8))
+        executor.hold(make_layers(model, 8))
         model.train()
         batch = Slots(EagerExecutor(model_of('learned'))).batch({Text([1]): 1}, 1)
         with pytest.raises(Refused, match='model.eval'):

@@ -51,7 +51,7 @@ def test_every_decoder_and_every_pool_prints_the_same(trained):
     plain = sample(trained, *settings)
     assert kernel in plain.stderr and 'drafts' not in plain.stderr
     for setting, name in {
-            '--decoder=eager': 'decoder: PyTorch, eager', '--use_cache=False': 'decoder: PyTorch, without a cache',
+            '--decoder=eager': 'decoder: PyTorch, eager', '--use_cache=False': model,
             '--kv_cache=streams': kernel, '--kv_cache=unified': kernel, '--speculate=int4': 'drafts by int4 weights',
             '--draft=out': 'drafts by out',
             '--speculate=ngram': 'drafts by n-grams of the text', '--batch_size=2': kernel}.items():
@@ -134,7 +134,7 @@ def test_what_becomes_of_a_full_context(monkeypatch, capsys):
     for full in (dict(when_full='crop'), dict(when_full='shift'), dict(when_full='shift', keep=3, n_keep=1),
                  dict(when_full='roll'), dict(when_full='roll', keep=5, n_keep=2)):
         found = {printed_by_script(model, ['be', 'cat'], monkeypatch, capsys, num_samples=2, max_new_tokens=60, **full,
-                                   **how) for how in hows}
+                                   **how) for how in hows if full['when_full'] != 'shift' or 'use_cache' not in how}
         assert len(found) == 1, full
         texts += found
     assert len(set(texts)) == 5
