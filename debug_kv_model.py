@@ -44,10 +44,6 @@ def trace(who, text):
         print(f"[KVDBG][{who}] {text}", file=sys.stderr, flush=True)
 
 
-def alarm(who, text):
-    trace(who, f"!!! {text}")
-
-
 def is_placed(layer_cache):
     """Is this a layer of a pool's slots, see `decode.eager`, and no tuple of model.py?"""
     return type(layer_cache) not in (tuple, LayerKVCache)
@@ -95,10 +91,10 @@ class CausalSelfAttention(model.CausalSelfAttention):
         if ragged:
             return
         if end != start + T:
-            alarm(who, f"cache_pos went from {start} to {end}, but {T} positions were fed")
+            trace(who, f"!!! cache_pos went from {start} to {end}, but {T} positions were fed")
         for name, cache in (('keys', new_cache.k_cache), ('values', new_cache.v_cache)):
             if cache[:, :, positions.slots].isnan().any():
-                alarm(who, f"NaN in the {name} of positions {start} to {end - 1}")
+                trace(who, f"!!! NaN in the {name} of positions {start} to {end - 1}")
 
 
 class GPT(model.GPT):
@@ -138,7 +134,7 @@ class GPT(model.GPT):
         logits, new_cache = super().step(idx, kv_cache, use_cache)
         if tracing() and kv_cache and new_cache and any(
                 new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):
-            alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.step_number}")
+            trace('generate', f"!!! the cache was re-created in the middle of a generation, at step {self.step_number}")
         if self.recording:
             self.recording.ends_step(logits)
         return logits, new_cache
