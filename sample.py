@@ -29,7 +29,9 @@ import debug_kv_page
 import decode
 import model as plain_model
 from chat.conversation import Conversation, talk
+from decode.batch import NotNumbers
 from decode.draw import DrawSettings, draw
+from decode.eager import are_numbers
 from device import DTYPES, autocast, pick_device, pick_dtype, share_cores, synchronize, trusted_dtype
 from engine.engine import PAGE_SIZE, Engine, default_pool, pool_for
 from engine.sequence import AHEAD_OF_STOPS, MOST_AHEAD
@@ -217,11 +219,14 @@ def draw_rows(model, idx, numbers, printed):
     settings = [DrawSettings(model.config.vocab_size, seed + number, **draw_settings()) for number in numbers]
 
     def draw_and_print(logits, i):
+        if not are_numbers(logits):
+            raise NotNumbers
         tokens = draw(logits, settings, [i] * len(numbers))
-        for number, token in zip(numbers, tokens.tolist()):
-            printed.add(number, [token], i + 1 == max_new_tokens)
+        if all([printed.add(n, [token], i + 1 == max_new_tokens) for n, token in zip(numbers, tokens.tolist())]):
+            raise StopIteration  # all have come to `stop`
         return tokens[:, None]
-    model.generate(idx, max_new_tokens, use_cache=use_cache, draw=draw_and_print)
+    with suppress(StopIteration):
+        model.generate(idx, max_new_tokens, use_cache=use_cache, draw=draw_and_print)
 
 
 def draw_settings():

@@ -197,9 +197,12 @@ def test_stop_ends_each_sample_there(trained):
     typed, meant = sample(trained, *settings, r'--stop=\n'), sample(trained, *settings, '--stop=\n')
     assert typed.stdout == meant.stdout != ''.join(text + LINE for text in free)
     assert r"stop: '\n' (\n is a newline" in typed.stderr and 'is a newline' not in meant.stderr
-    traced = sample(trained, *settings, '--stop=\n', KV_DEBUG='1')
-    assert traced.stdout == meant.stdout
-    assert len({re.search('([0-9]+) tokens in', done.stderr)[1] for done in (meant, traced)}) == 1, "up to the newline"
+    traced, uncached = sample(trained, *settings, '--stop=\n', KV_DEBUG='1'), sample(
+        trained, *settings, '--stop=\n', '--use_cache=False')
+    assert traced.stdout == uncached.stdout == meant.stdout
+    assert len({re.search('([0-9]+) tokens in', done.stderr)[1] for done in (meant, traced, uncached)}) == 1
+    alone = sample(trained, *settings, '--num_samples=1', f'--stop={stop}', KV_DEBUG='1')
+    assert alone.stderr.count('[generate] step=') == free[0].find(stop, 1) + 1, "none after the stop"
 
 
 def test_what_stop_is_read_as(monkeypatch):
