@@ -50,7 +50,7 @@ NOTHING = {  # the values with which a field asks for nothing, besides 0, false 
     'response_format': {'type': 'text'}, 'modalities': ['text'],
     'seed': -1, 'max_tokens': -1, 'max_completion_tokens': -1, 'reasoning_effort': 'none', 'length_penalty': 1,
     'repeat_penalty': 1, 'typical_p': 1, 'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1,
-    'truncate_prompt_tokens': -1, 'logit_bias': [],
+    'truncate_prompt_tokens': -1, 'logit_bias': [], 'reasoning': {'effort': 'none'}, 'thinking': {'type': 'disabled'},
 }
 ASK_WHEN_EMPTY = {'enable_thinking', 'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens',
                   'guided_json', 'json_schema'}

@@ -27,6 +27,9 @@ def message_of(item):
         return {'role': 'assistant', 'tool_calls': [{'id': item.get('call_id', ''), 'function': item}]}
     if kind == 'function_call_output':
         return {'role': 'tool', 'tool_call_id': item.get('call_id', ''), 'content': item.get('output')}
+    if kind == 'item_reference':  # of the AI SDK, unless it is told that nothing is stored
+        raise ValueError("input has an item_reference, and this server keeps no answers: send the whole item (the AI "
+                         "SDK does with providerOptions: {openai: {store: false}})")
     if kind != 'message':
         raise ValueError(f"input has an item of the type {str(kind)[:40]!r}: this server reads {', '.join(KINDS)}")
     return item
@@ -43,7 +46,8 @@ def nested(name):
     def of_chat(given):
         if type(given) is not dict or given.get('type') not in ('function', 'json_schema'):
             return given
-        fields = {key: value for key, value in given.items() if key not in ('type', 'strict') and value is not None}
+        left_out = ('type', 'strict') if name == 'function' else ('type',)  # templates show all of a function
+        fields = {key: value for key, value in given.items() if key not in left_out and value is not None}
         return {'type': given['type'], name: fields}
     return BeforeValidator(of_chat)
 
