@@ -222,10 +222,11 @@ def draw_rows(model, idx, numbers, printed):
         if not are_numbers(logits):
             raise NotNumbers
         tokens = draw(logits, settings, [i] * len(numbers))
-        if all([printed.add(n, [token], i + 1 == max_new_tokens) for n, token in zip(numbers, tokens.tolist())]):
-            raise StopIteration  # all have come to `stop`
+        stopped = [printed.add(n, [token], i + 1 == max_new_tokens) for n, token in zip(numbers, tokens.tolist())]
+        if all(stopped) and not debug_kv_model.tracing():  # a trace is of a whole generation
+            raise StopIteration
         return tokens[:, None]
-    with suppress(StopIteration):
+    with suppress(StopIteration):  # all have come to `stop`
         model.generate(idx, max_new_tokens, use_cache=use_cache, draw=draw_and_print)
 
 
@@ -339,7 +340,7 @@ def check_settings(dev):
 
 
 def check_decoder(dev):
-    """ValueError for a decoder, weights, threads, kv_cache and kv_bits that do not exist or do not go together."""
+    """ValueError for settings of how a step is computed that do not exist or do not go together."""
     if compile:
         raise ValueError("leave compile out: on a CPU decoder=cpu is faster, on CUDA decoder=gpu")
     if chat and (draft or speculate not in ('auto', 'off') or kv_cache in CELLS):

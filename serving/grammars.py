@@ -7,7 +7,6 @@ So each is first compiled in a process that has no other task, see chat/template
 import json
 import math
 import sys
-from copy import deepcopy
 from decimal import Decimal
 
 if __name__ == '__main__':  # the process that compiles
@@ -27,7 +26,10 @@ OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 NAMED = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas', 'dependencies'
 PLAIN = {'type', 'properties', 'required', 'title', 'description', '$defs', 'definitions', '$schema', '$id', '$comment',
          'examples', 'default', 'deprecated', 'x-guidance'}  # of an object that says nothing of other properties
-COMBINING = {'allOf', 'not', 'if', 'dependentSchemas', 'dependencies'}  # schemas of one object
+COMBINING = {'not', 'if', 'dependentSchemas', 'dependencies'}  # schemas of one object
+ELSEWHERE = {'allOf', 'anyOf', 'oneOf', '$ref'}  # likewise, if there is more than one of them, or one beside these:
+OF_OBJECTS = {'properties', 'required', 'additionalProperties', 'patternProperties', 'unevaluatedProperties',
+              'minProperties', 'dependentRequired'}
 waiting = []             # processes that wait for a question
 
 
@@ -57,26 +59,30 @@ def json_rule(schema):
     return f"%json {json.dumps(closed(schema) | {'x-guidance': options})}"
 
 
-def subschemas(schema, has_names=False):
-    """All schemas within a schema, and itself. has_names: are the keys of this dict names?"""
-    if type(schema) is dict and not has_names:
-        yield schema
-    for key, part in schema.items() if type(schema) is dict else enumerate(schema) if type(schema) is list else ():
-        if has_names or key not in ('const', 'enum', 'default', 'examples'):
-            yield from subschemas(part, not has_names and key in NAMED)
+def subschemas(schema):
+    """All schemas within a schema, and itself, a list."""
+    found, parts = [], [(schema, False)]  # and whether the keys of a dict are names
+    while parts:
+        part, has_names = parts.pop()
+        if type(part) is dict and not has_names:
+            found.append(part)
+        pairs = part.items() if type(part) is dict else enumerate(part) if type(part) is list else ()
+        parts += [(each, not has_names and key in NAMED) for key, each in pairs
+                  if has_names or key not in ('const', 'enum', 'default', 'examples')]
+    return found
 
 
 def closed(schema):
     """
     A schema whose objects have the properties that it names and no others, where it does not say so itself: a small
-    model invents others until it is cut off. So do llama.cpp and xgrammar. A schema stays as it is where several
-    schemas describe one object, as each would exclude the properties of the others.
+    model invents others until it is cut off. So do llama.cpp and xgrammar. Where several schemas describe one object,
+    each would exclude the properties of the others: then this is done for the outermost object alone.
     """
-    schema = deepcopy(schema)
-    found = [*subschemas(schema)]
-    if any(each.keys() & COMBINING or 'properties' in each and each.keys() & {'anyOf', 'oneOf', '$ref'}
-           for each in found):
-        return schema
+    schema = json.loads(json.dumps(schema))
+    found = subschemas(schema)
+    if any(each.keys() & COMBINING or each.keys() & ELSEWHERE and len(each.keys() & (ELSEWHERE | OF_OBJECTS)) > 1
+           or type(each.get('allOf')) is list and len(each['allOf']) > 1 for each in found):
+        found = [schema]
     for each in found:
         names, required = each.get('properties'), each.get('required', [])
         if type(names) is dict and type(required) is list and each.keys() <= PLAIN and (

@@ -656,8 +656,8 @@ async function watch() {
     if (!document.hidden) try {
       if (!met) meet((await (await ask('v1/models', {signal: AbortSignal.timeout(9000)})).json()).data[0])
       state = await (await ask('cache', {signal: AbortSignal.timeout(9000)})).json()
+      if (!met && $('error').textContent === GONE) tell()
       met = true
-      if ($('error').textContent === GONE) tell()
       $('status').textContent = 'connected'
       $('status').className = 'soft'
       $('pane').className = ''

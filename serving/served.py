@@ -168,6 +168,8 @@ def forms_of(body, served):
     several = body.parallel_tool_calls and takes_several_calls(template)
     try:
         return {'tools': ('tools', grammar(form, tools, several, json_rule, answer))}
+    except RecursionError:
+        raise invalid('tools', "the schema of a tool is nested too deeply: send one with fewer levels") from None
     except ValueError as e:
         raise invalid('tools', f"the schema of a tool or of response_format: {e}") from None
 

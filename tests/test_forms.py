@@ -200,7 +200,17 @@ AGE, NAME = dict(properties=dict(age=dict(const=7))), dict(properties=dict(name=
     (dict(properties=dict(allOf=AGE, enum=AGE)), '{"allOf": {"age": 7}, "enum": {}}', True),
     (dict(properties=dict(allOf=AGE, enum=AGE)), '{"enum": {"b": 7}}', False),
     (dict(enum=[AGE]), json.dumps(AGE), True), (dict(anyOf=[AGE, NAME]), '{"name": "x"}', True),
-    (dict(items=AGE), '[{"b": 1}]', False)])
+    (dict(items=AGE), '[{"b": 1}]', False),
+    ({'$defs': dict(a=AGE), '$ref': '#/$defs/a', 'required': ['name']}, '{"age": 7, "name": 0}', True),
+    (dict(required=['id'], anyOf=[AGE, NAME]), '{"age": 7, "id": 0}', True),
+    ({'$defs': dict(a=AGE), '$ref': '#/$defs/a', 'anyOf': [NAME | dict(required=['name'])]},
+     '{"age": 7, "name": "x"}', True),
+    ({'$defs': dict(a=AGE | dict(required=['age'])), '$ref': '#/$defs/a', 'minProperties': 2},
+     '{"age": 7, "b": 0}', True),
+    (dict(anyOf=[AGE], additionalProperties=True), '{"age": 7, "b": 0}', True),
+    ({'$defs': dict(a=AGE), 'allOf': [{'$ref': '#/$defs/a'}]}, '{"b": 0}', False),
+    (dict(properties=dict(p=AGE | dict(anyOf=[NAME]))), '{"b": 0}', False),
+    (dict(properties=dict(p=AGE | dict(anyOf=[NAME]))), '{"p": {"b": 0}}', True)])
 def test_an_object_has_no_other_properties_unless_its_schema_lets_it(schema, text, is_taken):
     expected, tokens = json.dumps(schema), TOKENIZER.encode(text, add_special_tokens=False)
     jsonschema.validate(json.loads(text), schema)
@@ -300,7 +310,7 @@ def test_the_script_prints_the_text_that_the_server_gives(monkeypatch, capsys, t
             answer = client.post('/v1/completions', json=body).json()
             texts = [choice['text'] for choice in answer['choices']]
             assert {choice['finish_reason'] for choice in answer['choices']} == {'stop'} and len({*texts}) > 1
-            for more in (dict(), dict(decoder='eager'), dict(use_cache=False), dict(speculate='ngram'),
+            for more in (dict(), dict(decoder='eager'), dict(speculate='ngram'),
                          dict(batch_size=1), dict(traced=True)):
                 printed = printed_by_script(model, ['be'], monkeypatch, capsys, num_samples=3, seed=7,
                                             max_new_tokens=30, **settings, **how, **more)

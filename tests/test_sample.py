@@ -201,8 +201,14 @@ def test_stop_ends_each_sample_there(trained):
         trained, *settings, '--stop=\n', '--use_cache=False')
     assert traced.stdout == uncached.stdout == meant.stdout
     assert len({re.search('([0-9]+) tokens in', done.stderr)[1] for done in (meant, traced, uncached)}) == 1
-    alone = sample(trained, *settings, '--num_samples=1', f'--stop={stop}', KV_DEBUG='1')
-    assert alone.stderr.count('[generate] step=') == free[0].find(stop, 1) + 1, "none after the stop"
+
+
+def test_no_step_without_a_cache_follows_the_last_stop(server, monkeypatch, capsys):
+    model, how = server[0], dict(num_samples=1, max_new_tokens=60, temperature=1.6, use_cache=False)
+    text, steps = printed_by_script(model, ['a'], monkeypatch, capsys, **how), []
+    monkeypatch.setattr(type(model), 'step', lambda self, *args, step=model.step: steps.append(1) or step(*args))
+    short = printed_by_script(model, ['a'], monkeypatch, capsys, stop=text[20:22], **how)
+    assert short == text[:text.find(text[20:22], 1)] + '\n' and len(steps) == len(short)
 
 
 def test_what_stop_is_read_as(monkeypatch):
