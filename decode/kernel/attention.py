@@ -97,12 +97,6 @@ def has_scales(builder, array):
     return ir.Constant(ir.IntType(1), array.type.pointee == I8)
 
 
-def keys_from(builder, key, n, last=None):
-    """n keys from `key` on; `last`, if it is given, takes the place of those after it."""
-    keys = [builder.add(key, I64(r)) for r in range(n)]
-    return [builder.select(builder.icmp_signed('<', k, last), k, last) for k in keys] if last else keys
-
-
 def rows_at(builder, i, offsets, keys):
     """Where the rows of these keys are: i + offsets[key]"""
     return [builder.add(i, emit.load(builder, address(builder, offsets, key), 8)) for key in keys]
@@ -111,7 +105,7 @@ def rows_at(builder, i, offsets, keys):
 @instruction()
 def dot_rows(builder, sums, array, scales, i, offsets, key, v):
     """sums[r] + array[i + offsets[key + r] : + LANES] * v, for each row r"""
-    at = rows_at(builder, i, offsets, keys_from(builder, key, len(sums)))
+    at = rows_at(builder, i, offsets, emit.numbers_from(builder, key, len(sums)))
     rows = [emit_load_stored(builder, array, scales, i) for i in at]
     return [emit.fma(builder, row, v, s) for row, s in zip(rows, sums)]
 
@@ -119,7 +113,7 @@ def dot_rows(builder, sums, array, scales, i, offsets, key, v):
 @instruction()
 def add_rows(builder, sums, array, scales, i, offsets, key, p, j):
     """sums[8 * n + r] + array[i + offsets[key + r] + n * LANES : + LANES] * p[j + r], for eight rows r and each n"""
-    at = rows_at(builder, i, offsets, keys_from(builder, key, 8))
+    at = rows_at(builder, i, offsets, emit.numbers_from(builder, key, 8))
     weights = [broadcast(builder, emit.load(builder, address(builder, p, builder.add(j, I64(r))))) for r in range(8)]
     for s in range(len(sums)):
         i = builder.add(at[s % 8], I64(s // 8 * LANES))
@@ -157,7 +151,7 @@ def store_row(builder, array, i, sums, factor, n):
 @instruction(types.UniTuple(floats, LANES))
 def load_rows(builder, array, scales, i, offsets, key, last):
     """array[i + offsets[k] : + LANES] for LANES keys k from `key` on; `last` takes the place of those after it."""
-    at = rows_at(builder, i, offsets, keys_from(builder, key, LANES, last))
+    at = rows_at(builder, i, offsets, emit.numbers_from(builder, key, LANES, last))
     return [emit_load_stored(builder, array, scales, i) for i in at]
 
 
@@ -167,7 +161,7 @@ def prefetch_rows(builder, array, i, offsets, key, last, like):
     Prefetch the line of array[i + offsets[k]] into the second cache, for as many keys k from `key` on as `like` has
     vectors; `last` takes the place of those after it.
     """
-    for at in rows_at(builder, i, offsets, keys_from(builder, key, len(like), last)):
+    for at in rows_at(builder, i, offsets, emit.numbers_from(builder, key, len(like), last)):
         emit.prefetch(builder, address(builder, array, at, I8), 2)
 
 

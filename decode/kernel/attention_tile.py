@@ -34,12 +34,6 @@ def store_transposed(builder, rows, array, i, stride):
         builder.store(v, address(builder, array, at, FLOATS)).align = 4
 
 
-def rows_within(builder, n_tile, n):
-    """The rows 0 ... n_tile - 1 of a tile; the last row takes the place of those from n on."""
-    last = builder.sub(n, I64(1))
-    return [builder.select(builder.icmp_signed('<', I64(r), n), I64(r), last) for r in range(n_tile)]
-
-
 def places(builder, i, rows, stride):
     return [builder.add(i, builder.mul(row, stride)) for row in rows]
 
@@ -55,7 +49,7 @@ def score_tile(builder, q, q_at, q_stride, n, keys, keys_at, n_chain, scores, to
     q[q_at + r * q_stride], n_chain vectors. Channel c * LANES + lane of the keys is vector lane * n_chain + c of
     keys[keys_at:].
     """
-    rows = rows_within(builder, N_SCORED, n)
+    rows = emit.numbers_from(builder, I64(0), N_SCORED, builder.sub(n, I64(1)))
     q_rows = places(builder, q_at, rows, q_stride)
 
     def chain(lane):
@@ -87,7 +81,7 @@ def weigh_tile(builder, values, at, value_stride, n_values, weights, w, w_stride
     values[at + i * value_stride + m * LANES : + LANES] * weights[w + r * w_stride + EIGHT * i] over i < n_values goes
     to sums[to + (2 * r + m) * EIGHT * LANES].
     """
-    rows = places(builder, w, rows_within(builder, N_WEIGHED, n), w_stride)
+    rows = places(builder, w, emit.numbers_from(builder, I64(0), N_WEIGHED, builder.sub(n, I64(1))), w_stride)
     totals = [[cgutils.alloca_once_value(builder, same(0.0, FLOATS)) for _ in range(2)] for _ in rows]
     with cgutils.for_range(builder, n_values) as loop:
         first = builder.add(at, builder.mul(loop.index, value_stride))

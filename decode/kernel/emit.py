@@ -94,9 +94,16 @@ def same(value, vector):
 
 
 def broadcast(builder, scalar):
+    """A number in all lanes."""
     vector = ir.VectorType(scalar.type, LANES)
     undefined = ir.Constant(vector, ir.Undefined)
     return builder.shuffle_vector(builder.insert_element(undefined, scalar, I32(0)), undefined, same(0, INTS))
+
+
+def numbers_from(builder, first, n, last=None):
+    """The n int64 from `first` on; `last`, if it is given, takes the place of those after it."""
+    numbers = [builder.add(first, I64(r)) for r in range(n)]
+    return [builder.select(builder.icmp_signed('<', i, last), i, last) for i in numbers] if last else numbers
 
 
 def call(builder, name, result, *args, fastmath=()):
@@ -111,6 +118,7 @@ def prefetch(builder, p, level):
 
 
 def fma(builder, a, b, c):
+    """a * b + c, rounded once."""
     return call(builder, f'llvm.fma.v{LANES}f32', FLOATS, a, b, c)
 
 
@@ -137,10 +145,6 @@ def first_lanes(builder, n):
     """The mask of the first n lanes."""
     lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
     return builder.icmp_signed('<', lanes, broadcast(builder, n))
-
-
-def larger_ints(builder, a, b):
-    return builder.select(builder.icmp_signed('>', a, b), a, b)
 
 
 def fold_each(builder, values, operation):

@@ -26,7 +26,7 @@ suffice. The code of a tile is emitted with its loops over rows and panels unrol
 instructions.
 """
 from collections import namedtuple
-from functools import partial, reduce
+from functools import reduce
 from itertools import product
 
 import numpy as np
@@ -339,7 +339,10 @@ def round_inputs(builder, x, group, rounded, scales, starts, input_sums):
         v = builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(I32, 2), [0, LANES // 2]))
         builder.store(v, address(builder, array, group, v.type)).align = 4
 
-    larger, zero, whole_peak = partial(emit.larger_ints, builder), same(0.0, FLOATS), same(127.0, FLOATS)
+    def larger(a, b):
+        return builder.select(builder.icmp_signed('>', a, b), a, b)
+
+    zero, whole_peak = same(0.0, FLOATS), same(127.0, FLOATS)
     # absolute values are compared by their bits, as int32: infinity is then above all numbers, and NaN above infinity
     sizes = [reduce(larger, [builder.and_(builder.bitcast(v, INTS), same(0x7fffffff, INTS)) for v in of_group])
              for of_group in inputs]

@@ -31,18 +31,17 @@ class FloatsModel(models.PrimitiveModel):
         super().__init__(data_model_manager, fe_type, FLOATS)
 
 
+# what emit.py has already, for compiled code
+load_first, store_first = instruction(floats)(emit.load_first), instruction(types.void)(emit.store_first)
+splat, fma = instruction(floats)(emit.broadcast), instruction(floats)(emit.fma)
+
+
 # memory
 
 @instruction(floats)
 def load(builder, array, i):
     """array[i : i + LANES]"""
     return emit.load(builder, address(builder, array, i, FLOATS))
-
-
-@instruction(floats)
-def load_first(builder, array, i, n):
-    """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
-    return emit.load_first(builder, array, i, n)
 
 
 @instruction(floats)
@@ -55,12 +54,6 @@ def load_bfloat16_first(builder, array, i, n):
 def store(builder, array, i, v):
     """array[i : i + LANES] = v"""
     builder.store(v, address(builder, array, i, FLOATS)).align = 4
-
-
-@instruction(types.void)
-def store_first(builder, array, i, v, n):
-    """array[i : i + n] = the first n lanes of v"""
-    emit.store_first(builder, array, i, v, n)
 
 
 @instruction(types.void)
@@ -97,12 +90,6 @@ def store_until(x, i, v, end):
 
 # arithmetic
 
-@instruction(floats)
-def splat(builder, x):
-    """x in all lanes"""
-    return emit.broadcast(builder, x)
-
-
 def operate(python, emit_value):
     infer_global(python)(type('OfVectors', (ConcreteTemplate,), dict(cases=[floats(floats, floats)])))
     lower_builtin(python, floats, floats)(lambda context, builder, sig, args: emit_value(builder, *args))
@@ -112,12 +99,6 @@ operate(operator.add, lambda builder, a, b: builder.fadd(a, b))
 operate(operator.sub, lambda builder, a, b: builder.fsub(a, b))
 operate(operator.mul, lambda builder, a, b: builder.fmul(a, b))
 operate(operator.truediv, lambda builder, a, b: builder.fdiv(a, b))
-
-
-@instruction(floats)
-def fma(builder, a, b, c):
-    """a * b + c, rounded once"""
-    return emit.fma(builder, a, b, c)
 
 
 @instruction(floats)
