@@ -5,6 +5,8 @@ A decoded token of a small model goes through some sixty modules, and most of th
 nn.Module takes 1.5 us, looking up its weight 0.8 us. Here both are done once for each `refresh`, and no code of the
 model is written again: its classes run, and torch's modules become torch's functions.
 """
+from functools import partial
+
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -49,26 +51,6 @@ def function_of(module, home):
     return opened(module, home).forward if kind.__module__ == home else module
 
 
-def layer_norm(module):
-    shape, weight, bias, eps = module.normalized_shape, module.weight, module.bias, module.eps
-    return lambda x: F.layer_norm(x, shape, weight, bias, eps)
-
-
-def rms_norm(module):
-    shape, weight, eps = module.normalized_shape, module.weight, module.eps
-    return lambda x: F.rms_norm(x, shape, weight, eps)
-
-
-def linear(module):
-    weight, bias = module.weight, module.bias
-    return lambda x: F.linear(x, weight, bias)
-
-
-def embedding(module):
-    weight = module.weight
-    return lambda idx: F.embedding(idx, weight)
-
-
 def gelu(module):
     """GELU (arXiv:1606.08415) of a contiguous x (..., n_inner)."""
     approximate = module.approximate
@@ -82,5 +64,12 @@ def gelu(module):
     return function
 
 
-FUNCTIONS = {nn.LayerNorm: layer_norm, nn.RMSNorm: rms_norm, nn.Linear: linear, nn.Embedding: embedding, nn.GELU: gelu,
-             nn.Dropout: lambda module: lambda x: x}
+FUNCTIONS = {  # {class of torch: a function of a module of it, which returns what computes its forward}
+    nn.LayerNorm: lambda m: partial(F.layer_norm, normalized_shape=m.normalized_shape, weight=m.weight, bias=m.bias,
+                                    eps=m.eps),
+    nn.RMSNorm: lambda m: partial(F.rms_norm, normalized_shape=m.normalized_shape, weight=m.weight, eps=m.eps),
+    nn.Linear: lambda m: partial(F.linear, weight=m.weight, bias=m.bias),
+    nn.Embedding: lambda m: partial(F.embedding, weight=m.weight),
+    nn.GELU: gelu,
+    nn.Dropout: lambda m: lambda x: x,
+}
