@@ -14,7 +14,7 @@ MOST_MESSAGES = 2048  # of one body
 TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_error', 500: 'server_error',
          503: 'service_unavailable'}
 TOOLS = "this is for conversations: POST messages to /v1/chat/completions"
-FORM = "response_format and structured_outputs say what form a text has"
+FORM = "response_format or structured_outputs says what form a text has: {\"grammar\": \"...\"} for example"
 TEMPLATE = "if the chat template knows it, give it that: chat_template_kwargs, {\"%s\": %s} for example"
 KEPT = "this server keeps no answers: send the whole conversation as input"
 LENGTHS = 'max_output_tokens', 'max_tokens'  # one of them is the name at an address
@@ -45,11 +45,14 @@ IGNORED = {  # they change no token
     'user', 'metadata', 'verbosity', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_retention', 'usage',
     'prompt_cache_options', 'safety_identifier', 'include', 'max_tool_calls', 'spaces_between_special_tokens',
     'cache_prompt', 'prediction', 'include_reasoning', 'timings_per_token', 'repeat_last_n', 'mirostat_tau',
-    'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent', 'service_tier', 'truncation'}
+    'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent', 'service_tier', 'truncation', 'request_id',
+    'dry_base', 'dry_allowed_length', 'dry_penalty_last_n', 'dry_sequence_breakers', 'adaptive_decay',
+    'reasoning_format'}
 NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
     'response_format': {'type': 'text'}, 'modalities': ['text'],
     'seed': -1, 'max_tokens': -1, 'max_completion_tokens': -1, 'reasoning_effort': 'none', 'length_penalty': 1,
     'repeat_penalty': 1, 'typical_p': 1, 'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1,
+    'top_n_sigma': -1, 'typ_p': 1, 'adaptive_target': -1, 't_max_predict_ms': -1, 'detokenize': True,
     'truncate_prompt_tokens': -1, 'logit_bias': [], 'reasoning': {'effort': 'none'}, 'thinking': {'type': 'disabled'},
 }
 ASK_WHEN_EMPTY = {'enable_thinking', 'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens',

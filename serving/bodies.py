@@ -389,6 +389,11 @@ class ChatBody(GenerationBody, ConversationFields):
         return self.top_logprobs if self.logprobs else None
 
     @property
+    def may_call_several(self):
+        """A tool that is named is called once, as in OpenAI's API and vLLM."""
+        return self.parallel_tool_calls and type(self.tool_choice) is str
+
+    @property
     def callable_names(self):
         """Of the tools that an answer may call."""
         names = [tool['function']['name'] for tool in self.tools]

@@ -165,7 +165,7 @@ def forms_of(body, served):
             return forms
         answer = orjson.loads(text or '{"type": "object"}')
     tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
-    several = body.parallel_tool_calls and takes_several_calls(template)
+    several = body.may_call_several and takes_several_calls(template)
     try:
         return {'tools': ('tools', grammar(form, tools, several, json_rule, answer))}
     except RecursionError:

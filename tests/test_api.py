@@ -62,7 +62,8 @@ def events(data):
     dict(guided_choice=[], structured_outputs=dict(json=None)), dict(stop=[None]), dict(max_tokens=-1),
     dict(response_format=dict(type='text', json_schema=None)), dict(logit_bias={'5': None}),
     dict(usage=dict(include=True)), dict(dry_multiplier=0, mirostat=0, mirostat_tau=5, n_probs=0, id_slot=-1),
-    dict(samplers=[], top_a=0, typical_p=1.0)], ids=str)
+    dict(samplers=[], top_a=0, typical_p=1.0), dict(request_id='x', detokenize=True, t_max_predict_ms=-1),
+    dict(top_n_sigma=-1, typ_p=1.0, dry_base=1.75, dry_sequence_breakers=['a'], adaptive_target=-1)], ids=str)
 def test_what_asks_for_nothing_passes(fields):
     assert str(requests(seed=3, **fields)) == str(requests(seed=3))
 

@@ -343,7 +343,7 @@ def test_an_answer_that_must_call_does_so_as_the_schemas_say(drawing, name):
             continue
         calls, n_whole = [call['function'] for call in choice['message']['tool_calls']], n_whole + 1
         assert choice['finish_reason'] == 'tool_calls' and choice['message']['content'] is None
-        assert len(calls) == 1 or several and name != 'llama'
+        assert len(calls) == 1 or several and not only and name != 'llama'
         for call in calls:
             jsonschema.validate(json.loads(call['arguments']), schemas[call['name']])
             assert not only or call['name'] == PAINT
