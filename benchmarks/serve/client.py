@@ -18,7 +18,6 @@ import numpy as np
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 EVENT = re.compile(rb'data: (\{.*\})')
 BUFFER = 2**16  # bytes of one read
-LAST_CHUNK = b'\r\n0\r\n\r\n'
 QUICKACK = getattr(socket, 'TCP_QUICKACK', None)
 TIMEOUT = 300  # seconds that an answer may take
 
@@ -70,47 +69,44 @@ class Load(NamedTuple):
 
 async def closed_loop(server, asks, n_clients):
     """
-    The `Load` of n_clients of a `servers.Server` that each send their next request when they have the answer to the one
-    before, on the same connection, as OpenAI's clients do. They take the asks in order.
+    The `Load` of n_clients of a `servers.Server` that each send their next request, on a connection of its own, when
+    they have the answer to the one before. They take the asks in order.
     """
     answers, todo = [], iter([(ask, server.body(ask)) for ask in asks])
 
     async def client():
-        streams = None
         for ask, body in todo:
             answer = Answer(ask, time.perf_counter())
             try:
-                streams = streams or await asyncio.open_connection('127.0.0.1', server.port, limit=BUFFER)
-                await asyncio.wait_for(read_answer(*streams, body, answer), TIMEOUT)
+                await asyncio.wait_for(read_stream(server.port, body, answer), TIMEOUT)
             except (OSError, asyncio.TimeoutError) as e:
                 answer.error = f'{type(e).__name__} {e}'
             answers.append(answer)
-            if streams and answer.error:
-                streams[1].transport.abort()
-                streams = None
-        if streams:
-            streams[1].close()
     began = time.perf_counter()
     await asyncio.gather(*[client() for _ in range(n_clients)])
     return Load(answers, time.perf_counter() - began)
 
 
-async def read_answer(reader, writer, body, answer):
-    """Send a request, and note what comes until the last chunk of a stream, or an error, or the client leaves."""
-    leaves, parts, tail = answer.ask.leaves, [], b''
-    writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n'
-                 b'content-length: %d\r\n\r\n' % len(body) + body)
-    while leaves is None or len(parts) < leaves:
-        acknowledge_at_once(writer.get_extra_info('socket'))
-        data = await reader.read(BUFFER)
-        answer.end = time.perf_counter()
-        if not answer.first and b'data: ' in data:
-            answer.first = answer.end
-        parts.append(data)
-        tail = (tail + data)[-len(LAST_CHUNK):]
-        if not data or tail == LAST_CHUNK or not parts[0].startswith(b'HTTP/1.1 200'):
-            return finish(answer, b''.join(parts))
-    answer.error = 'left'
+async def read_stream(port, body, answer):
+    """Send a request, and note what comes until the server closes the connection or the client leaves."""
+    leaves, parts = answer.ask.leaves, []
+    head = (f'POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n'
+            f'connection: close\r\ncontent-length: {len(body)}\r\n\r\n').encode()
+    reader, writer = await asyncio.open_connection('127.0.0.1', port, limit=BUFFER)
+    try:
+        writer.write(head + body)
+        while leaves is None or len(parts) < leaves:
+            acknowledge_at_once(writer.get_extra_info('socket'))
+            data = await reader.read(BUFFER)
+            if not data:
+                return finish(answer, b''.join(parts))
+            answer.end = time.perf_counter()
+            if not answer.first and b'data: ' in data:
+                answer.first = answer.end
+            parts.append(data)
+        answer.error = 'left'
+    finally:
+        writer.transport.abort()
 
 
 def acknowledge_at_once(sock):
