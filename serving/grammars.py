@@ -26,8 +26,8 @@ OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 NAMED = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas', 'dependencies'
 PLAIN = {'type', 'properties', 'required', 'title', 'description', '$defs', 'definitions', '$schema', '$id', '$comment',
          'examples', 'default', 'deprecated', 'x-guidance'}  # of an object that says nothing of other properties
-COMBINING = {'not', 'if', 'dependentSchemas', 'dependencies'}  # schemas of one object
-ELSEWHERE = {'allOf', 'anyOf', 'oneOf', '$ref'}  # likewise, if there is more than one of them, or one beside these:
+COMBINING = {'not', 'if', 'dependentSchemas', 'dependencies'}  # by these several schemas describe one object
+ELSEWHERE = {'allOf', 'anyOf', 'oneOf', '$ref'}  # by these too, where two stand together, or one beside OF_OBJECTS
 OF_OBJECTS = {'properties', 'required', 'additionalProperties', 'patternProperties', 'unevaluatedProperties',
               'minProperties', 'dependentRequired'}
 waiting = []             # processes that wait for a question
