@@ -154,7 +154,7 @@ def family_of(config):
         if c.qk_norm + c.qkv_bias + c.bias > 1 or c.window and c.bias:
             raise ValueError(f"qk_norm={c.qk_norm}, qkv_bias={c.qkv_bias}, bias={c.bias} and window={c.window}: no "
                              "family of Llama's kind has these together; use this model here")
-        # transformers requires of a llama, but not of a mistral, that n_head divides n_embd
+        # in transformers n_head must divide n_embd in a llama, but not in a mistral
         is_mistral = c.window or c.n_embd % c.n_head and not c.bias
         return 'qwen3' if c.qk_norm else 'qwen2' if c.qkv_bias else 'mistral' if is_mistral else 'llama'
     if (c.norm, c.mlp, c.qk_norm, c.qkv_bias and not c.bias) != ('layer', 'gelu', False, False) or (

@@ -74,8 +74,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data):
         if self.n_head is not None:
             self.n_head += len(data)
-            # uvicorn drops the body of a request that offers HTTP/2. Both names have the same length, because data may
-            # hold a body too, whose length must stay
+            # uvicorn drops the body of a request that offers HTTP/2, so the header gets another name. The new name has
+            # as many bytes, because data may hold a body too, and must not change the length of that
             seen = self.last + data
             data = re.sub(rb'(?i)\r\nupgrade:', b'\r\nignored:', seen)[len(self.last):]
             self.last = seen[-9:]

@@ -22,7 +22,7 @@ BLANKS = r' |\n{1,2} {0,20}'
 # the model chooses how a text is divided into tokens, and the library forces no division
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
-# keywords of a schema whose value is a dict by names
+# keywords of a schema whose value is a dict {name: schema}
 NAMED = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas', 'dependencies'
 PLAIN = {'type', 'properties', 'required', 'title', 'description', '$defs', 'definitions', '$schema', '$id', '$comment',
          'examples', 'default', 'deprecated', 'x-guidance'}  # of an object that says nothing of other properties

@@ -171,7 +171,7 @@ def forms_of(body, served):
     except RecursionError:
         raise invalid('tools', "the schema of a tool is nested too deeply: send one with fewer levels") from None
     except ValueError as e:
-        raise invalid('tools', f"the schema of a tool or of response_format: {e}") from None
+        raise invalid('tools', f"the schema of a tool or of response_format cannot be used: {e}") from None
 
 
 def requests_of(body, served, id, deliver):

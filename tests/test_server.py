@@ -530,7 +530,7 @@ def test_heads_have_a_limit(engine):
                 b'Upgrade: h2c\r\nHTTP2-Settings: AAMAAABk')
         whole = heads(dict(prompt='a', max_tokens=3)).replace(b'HTTP/1.1', head)
         at = whole.index(b'\r\nUpgrade:')
-        # two packets may split the header anywhere but before its colon
+        # two packets may split the header at any place, except before its colon
         cuts = {*range(at, at + 12)} - {at + len(b'\r\nUpgrade')}
         for cut in cuts:
             with connected(client, whole[:cut]) as connection:

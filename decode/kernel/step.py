@@ -242,7 +242,7 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
                scratch)
         call_c(memory[layout.ATTENTION], memory_at, sizes_at, layer, thread, n_threads)
 
-        # The last layer computes queries, keys and values of all rows, but everything else only of those wanted.
+        # The last layer computes queries, keys and values of all rows, and everything else of the wanted rows only.
         last = layer == n_layer - 1
         if last and n_wanted == 0:
             return
