@@ -259,7 +259,7 @@ def check_data(master, world_size, say):
     The data folder. A missing character data set is prepared first. ValueError if a token file is missing or too short.
     """
     data_dir = os.path.join('data', dataset)
-    if master and dataset.endswith('_char') and not os.path.exists(os.path.join(data_dir, 'train.bin')):
+    if master and dataset.endswith('_char'):
         prepare(data_dir)
     if world_size > 1:
         dist.barrier()

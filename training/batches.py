@@ -12,13 +12,12 @@ from configurator import HERE
 
 
 def prepare(folder):
-    """Run the prepare.py of a data folder. ValueError if there is no such script, or if it fails."""
+    """Run the prepare.py of a data folder, if it has one and has no train.bin yet. ValueError if it fails."""
     script = os.path.join(folder, 'prepare.py')
-    if not os.path.exists(script):
-        raise ValueError(f"no {token_file(folder, 'train')}, and no {script} to make it")
-    print(f"{folder} is not prepared yet: running {script}", flush=True)
-    if subprocess.run([sys.executable, script]).returncode:
-        raise ValueError(f"{script} failed: its message is above")
+    if os.path.exists(script) and not os.path.exists(token_file(folder, 'train')):
+        print(f"{folder} is not prepared yet: running {script}", flush=True)
+        if subprocess.run([sys.executable, script]).returncode:
+            raise ValueError(f"{script} failed: its message is above")
 
 
 def vocab_size_of(folder):

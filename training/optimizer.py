@@ -20,15 +20,14 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, hidden, others, betas, fused):
-        self.adamw, self.muon = torch.optim.AdamW(others, betas=betas, fused=fused), torch.optim.Muon(hidden)
-        super().__init__([*self.adamw.param_groups, *self.muon.param_groups], {})
+        self.adamw = torch.optim.AdamW(others, betas=betas, fused=fused)
+        super().__init__([*self.adamw.param_groups, *torch.optim.Muon(hidden).param_groups], {})
         self.share()
 
     def share(self):
-        """Let both optimizers work on the groups and the state of this one."""
-        self.adamw.state = self.muon.state = self.state
+        """Let AdamW work on its groups and on the state of this optimizer."""
+        self.adamw.state = self.state
         self.adamw.param_groups = [group for group in self.param_groups if 'betas' in group]
-        self.muon.param_groups = [group for group in self.param_groups if 'momentum' in group]
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)  # makes new groups and a new state
@@ -37,7 +36,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         self.adamw.step()
-        for group in self.muon.param_groups:
+        for group in [group for group in self.param_groups if 'momentum' in group]:
             momentum, lr, of_shape = group['momentum'], group['lr'], {}
             for p in [p for p in group['params'] if p.grad is not None]:
                 if p not in self.state:
