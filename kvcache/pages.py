@@ -177,8 +177,7 @@ class PagePool:
         else:
             numbers = range(first, len(s.table))
         for i in numbers:
-            if s.table[i] is not None:
-                s.runs.append(i * size, s.table[i] * size, size)
+            s.runs.append(i * size, s.table[i] * size, size)
         s.n_writable = len(s.table) * size
 
     def computed(self, sequence, n):
@@ -188,15 +187,12 @@ class PagePool:
         if not s.whole:
             return
         for i in range(len(s.prefixes), s.n_computed // size):
-            page = s.table[i]
-            mine = None if page is None else self.prefix_of[page]
-            if mine is None:
-                parent = s.prefixes[-1] if i else Prefix(None, (s.salt,))
-                mine = Prefix(parent, tuple(s.tokens[i * size:(i + 1) * size]))
-                if mine in self.page_with:  # two sequences have computed the same; one page of them is remembered
-                    mine = self.prefix_of[self.page_with[mine]]
-                elif page is not None:
-                    self.prefix_of[page], self.page_with[mine] = mine, page
+            page, parent = s.table[i], s.prefixes[-1] if i else Prefix(None, (s.salt,))
+            mine = Prefix(parent, tuple(s.tokens[i * size:(i + 1) * size]))
+            if mine in self.page_with:  # two sequences have computed the same; one page of them is remembered
+                mine = self.prefix_of[self.page_with[mine]]
+            else:
+                self.prefix_of[page], self.page_with[mine] = mine, page
             s.prefixes.append(mine)
 
     def fork(self, sequence, new):
