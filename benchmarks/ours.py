@@ -15,13 +15,9 @@ class NoCache(Peer):
     """`GPT.generate` of model.py: a full pass for every token."""
     name, use_cache = 'no cache', False
 
-    def __init__(self, model, weights='float32', threads=1):
-        super().__init__(model, weights, threads)
-        self.model = model
-
     def generate(self, prompts, n_new, temperature=0):
         with torch_threads(self.threads):
-            tokens = self.model.generate(prompts, n_new, temperature, use_cache=self.use_cache)
+            tokens = self.gpt.generate(prompts, n_new, temperature, use_cache=self.use_cache)
         return tokens[:, prompts.size(1):]
 
 
@@ -42,7 +38,7 @@ class Ours(Peer):
 
     def __init__(self, model, weights='float32', threads=None):
         super().__init__(model, weights, threads)
-        self.model, self.executor = model, lru_cache(lambda n: decode.best(model, n, weights, threads))
+        self.executor = lru_cache(lambda n: decode.best(model, n, weights, threads))
         self.engine, self.room = None, (0, 0)  # the sequences and the tokens of each that it was made for
 
     def generate(self, prompts, n_new, num_samples=1, **how):
@@ -50,8 +46,8 @@ class Ours(Peer):
         B, T = prompts.shape
         n = B * num_samples
         if n != self.room[0] or T + n_new > self.room[1]:  # a shorter run takes the engine that is there
-            pool = pool_for(self.model.config, n, T + n_new)
-            self.engine, self.room = Engine(self.model, self.executor(n), pool, 2**14, n), (n, T + n_new)
+            pool = pool_for(self.config, n, T + n_new)
+            self.engine, self.room = Engine(self.gpt, self.executor(n), pool, 2**14, n), (n, T + n_new)
         self.engine.pool.reset()  # so that no prompt is found
         texts = self.engine.generate(prompts.tolist(), n_new, num_samples, temperature=0, **how)
         return torch.tensor([text[T:] for text in texts])

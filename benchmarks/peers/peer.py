@@ -39,4 +39,4 @@ class Peer:
         return f"its adapter here builds {' and '.join(cls.families)}, and this is a {family}"
 
     def __init__(self, model, weights='float32', threads=1):
-        self.config, self.threads = model.config, threads
+        self.gpt, self.config, self.threads = model, model.config, threads
