@@ -144,7 +144,7 @@ class ChatChoice(Choice):
 
     def has_news(self):
         """Clients of several samples expect a first chunk of each, in their order."""
-        return super().has_news() or self.body.stream and self.body.n > 1 and not self.begun
+        return super().has_news() or self.body.n > 1 and not self.begun
 
     def read(self, output):
         if self.reader is None:
@@ -172,7 +172,7 @@ class ChatChoice(Choice):
     def content(self):
         calls = [piece for piece in self.pieces if isinstance(piece, Call)]
         text = ''.join(piece for piece in self.pieces if isinstance(piece, str))
-        message = {} if self.begun and self.body.stream else {'role': 'assistant', 'refusal': None}
+        message = {} if self.begun else {'role': 'assistant', 'refusal': None}
         message['content'] = text or (None if self.has_called else '')
         if calls:
             message['tool_calls'] = [{'index': i, 'id': call.id, 'type': 'function',

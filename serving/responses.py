@@ -150,15 +150,15 @@ class Response(ChatCompletion):
     def take(self):
         """Take what has come since the last call: `items` grow, and their events are written."""
         choice, = self.choices
-        pieces, is_last = choice.pieces, choice.finish_reason and not choice.ended
+        pieces, reason = choice.pieces, choice.finish_reason
         self.logprobs += (choice.take()['logprobs'] or {}).get('content', [])
-        for piece in pieces or [''] * bool(is_last and not self.items):
+        for piece in pieces or [''] * bool(reason and not self.items):
             if isinstance(piece, str):
                 self.add_text(piece)
             else:
                 self.add_call(piece)
-        if is_last or self.error:
-            self.end_text('completed' if choice.finish_reason in ('stop', 'tool_calls') else 'incomplete')
+        if reason or self.error:
+            self.end_text('completed' if reason in ('stop', 'tool_calls') else 'incomplete')
 
     def add_text(self, piece):
         """More text, in the message that the last item is, or in a new one."""
