@@ -116,8 +116,7 @@ class EngineThread:
         with self.condition:
             self.draining = self.stopping = True
             self.ask_for([])
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join()
+        self.thread.join()
 
     def ask_for(self, operations):
         """Have the thread call functions before its next call: (function, `Live`, more arguments). The lock is held."""
