@@ -45,7 +45,7 @@ def engine(asked):
         n_new = min(256, model.config.block_size // 2)
         executors = {'gpu': gpu_executor(model), 'gpu, rows as they come': gpu_executor(model, as_they_come=True)}
         for B in asked.batches or BATCHES:
-            def case(step, run, B=B):
+            def case(step, run):
                 return Case(dict(shape=name, batch=B, step=step), run, per=n_new)
             ours = [case(step, served(model, executor, B, N_PROMPT, n_new)) for step, executor in executors.items()]
             measured = take_turns(ours, asked.repeats, f'{name}, {B}')
@@ -56,7 +56,7 @@ def engine(asked):
                 others.append(case('transformers', compiled_on_gpu(model, B, n_new)))
             if B == 1:
                 eager = partial(Cache(model).generate, random_tokens(model, 1, 1).to(asked.device), n_new, 0.8)
-                others.append(case('eager', lambda eager=eager: eager().cpu()))
+                others.append(case('eager', lambda: eager().cpu()))
             first, *_ = measured = measured + take_turns(others, asked.repeats, f'{name}, {B}, others')
             n_bytes = step_bytes(model, B, N_PROMPT + n_new / 2)
             yield [m.row(us=1e6 * m.seconds, tok_per_s=B / m.seconds, over_gpu=m.over(first),
@@ -74,9 +74,8 @@ def step_bytes(model, B, n_keys):
 def start(asked):
     for name in asked.shapes or ('M', 'L'):
         script = f"from benchmarks.ours import first_answer; first_answer({name!r}, {asked.device!r}, {asked.dtype!r})"
-        case = Case(dict(shape=name), lambda script=script: subprocess.run([sys.executable, '-c', script], cwd=ROOT,
-                                                                           check=True))
-        m, = take_turns([case], min(3, asked.repeats), f'{name}: starts')
+        process = partial(subprocess.run, [sys.executable, '-c', script], cwd=ROOT, check=True)
+        m, = take_turns([Case(dict(shape=name), process)], min(3, asked.repeats), f'{name}: starts')
         yield [m.row(seconds=m.seconds)]
 
 
