@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from conftest import ROOT, SERVING, TIMEOUT, TINY, run, sizes, start
+from conftest import ROOT, SERVING, TIMEOUT, TINY, run, sizes
 
 FUTEXES = {'x86_64': 202, 'aarch64': 98}
 needs_futexes = pytest.mark.skipif(sys.platform != 'linux' or platform.machine() not in FUTEXES,
@@ -196,17 +196,9 @@ def test_train_and_sample_without_what_other_systems_lack(repo, hiding):
 @pytest.mark.skipif(not all(map(find_spec, SERVING)), reason="the packages of the server are not installed")
 def test_serve_without_what_other_systems_lack(trained, hiding):
     import httpx
-    process = start(trained, hiding, 'serve.py', '--port=0', '--device=cpu', '--n_blocks=16')
-    try:
-        lines = []
-        while not lines or not lines[-1].startswith('ready in'):
-            lines.append(process.stderr.readline())
-            assert lines[-1], lines
-        address = next(line.split()[2] for line in lines if line.startswith('the page: '))
+    from serving_process import started
+    with started(trained, hiding, 'serve.py', '--port=0', '--device=cpu', '--n_blocks=16') as (process, _, address):
         answer = httpx.post(address + 'v1/completions', json=dict(prompt='for', max_tokens=9), timeout=60)
         assert answer.status_code == 200 and answer.json()['usage']['completion_tokens'] == 9
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT) == 0
-    finally:
-        process.kill()
-        process.communicate()
