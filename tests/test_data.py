@@ -16,6 +16,7 @@ from conftest import SHARED_TEXT, run
 from example_models import TIKTOKEN_CACHE, json_tokenizer, needs_byte_pairs
 from hypothesis import given
 from hypothesis import strategies as st
+from test_checkpoint import Evil
 from test_own_tokenizer import server  # noqa: F401
 
 import tokenizer as tokenizers
@@ -116,11 +117,6 @@ def test_unknown_characters_are_named():
     with pytest.raises(ValueError, match="'é' 'ü'"):
         CharTokenizer('abc').encode('abüécé')
     assert CharTokenizer('abc').decode([0, 7]) == 'a\ufffd'
-
-
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ('evil',)
 
 
 def test_nanogpts_meta_pkl_is_read_and_nothing_in_it_is_run(tmp_path, monkeypatch):
