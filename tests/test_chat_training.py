@@ -74,10 +74,12 @@ def test_what_is_scored_is_what_transformers_marks(tmp_path, kind, name):
 
 def test_without_marks_an_answer_goes_up_to_its_end_token():
     made = chat_tokenizer(TEXTS)
-    hidden = with_template(made, "{% for m in messages[-2:] %}{{ m.content }}<|im_end|>{% endfor %}")
-    for template in (hidden, with_template(made, "{% for m in messages %}{{ m.content }}{% endfor %}")):
+    for template in ("{% for m in messages[-2:] %}{{ m.content }}<|im_end|>{% endfor %}",
+                     "{% for m in messages %}{{ m.content }}{% endfor %}",  # and one for lists of parts:
+                     "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>{% endfor %}"):
         with pytest.raises(ValueError, match=r'does not show where message \d, of the assistant, begins and ends'):
-            scored_tokens(template, [dict(role=role, content='ab') for role in ('user', 'assistant', 'user') * 2])
+            scored_tokens(with_template(made, template), [
+                dict(role=role, content='ab') for role in ('user', 'assistant', 'user') * 2])
 
 
 def test_an_answer_with_the_text_of_its_end_is_refused():
@@ -86,14 +88,6 @@ def test_an_answer_with_the_text_of_its_end_is_refused():
     for template in CHAT, MARKED:
         with pytest.raises(ValueError, match=r'message 2, of the assistant, has the text <\|im_end\|>, the token that'):
             scored_tokens(with_template(chat_tokenizer(TEXTS), template), messages)
-
-
-def test_a_template_that_leaves_out_answers_is_refused():
-    """One for lists of parts would leave nothing but their ends to be learned."""
-    parts = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
-    said = [dict(role='user', content='Hi'), dict(role='assistant', content='the house')]
-    with pytest.raises(ValueError, match='does not show where message 2, of the assistant'):
-        scored_tokens(with_template(chat_tokenizer(TEXTS), parts), said)
 
 
 def test_a_model_without_a_template_gets_the_plain_one(monkeypatch):
