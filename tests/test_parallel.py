@@ -228,23 +228,17 @@ def test_a_failure_of_several_processes_is_said_in_a_line(repo):
     assert 'train.py: error: gradient_accumulation_steps 3 must be divisible by the 2 processes: add' in done.stderr
 
 
-@pytest.mark.parametrize('device, backend, gpus, message', [
-    ('cpu', 'nccl', 0, '--backend=gloo'), ('cuda', 'nccl', 1, '--nproc_per_node=1'),
-    ('cuda:0', 'auto', 2, '--device=cuda,')])
-def test_devices_that_the_processes_cannot_have_are_refused(device, backend, gpus, message, monkeypatch):
-    monkeypatch.setenv('LOCAL_RANK', '1')
+@pytest.mark.parametrize('rank, device, backend, gpus, message', [
+    ('1', 'cpu', 'nccl', 0, '--backend=gloo'), ('1', 'cuda', 'nccl', 1, '--nproc_per_node=1'),
+    ('1', 'cuda:0', 'auto', 2, '--device=cuda,'),
+    (None, 'cuda', 'auto', 2, 'device=cuda needs LOCAL_RANK')])  # of another launcher than torchrun, perhaps
+def test_devices_that_the_processes_cannot_have_are_refused(rank, device, backend, gpus, message, monkeypatch):
+    monkeypatch.setattr(os, 'environ', {**os.environ, 'LOCAL_RANK': rank} if rank else {
+        name: value for name, value in os.environ.items() if name != 'LOCAL_RANK'})
     monkeypatch.setattr(parallel, 'pick_device', lambda name: name)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
     with pytest.raises(ValueError, match=message):
         parallel.join_processes(device, backend, 'ddp', 2)
-
-
-def test_processes_without_a_local_rank_are_refused(monkeypatch):
-    """Those of another launcher than torchrun, perhaps."""
-    monkeypatch.delenv('LOCAL_RANK', raising=False)
-    monkeypatch.setattr(parallel, 'pick_device', lambda name: name)
-    with pytest.raises(ValueError, match='device=cuda needs LOCAL_RANK'):
-        parallel.join_processes('cuda', 'auto', 'ddp', 2)
 
 
 @pytest.mark.parametrize('way, message', [('fsdp', 'torchrun'), ('tensor', "must be ddp or fsdp, not 'tensor'")])
