@@ -71,6 +71,9 @@ CHATS = [
     (dict(messages=None), 'messages', 'missing'), (dict(top_logprobs=3), 'top_logprobs', 'needs logprobs'),
     (dict(logprobs=True, top_logprobs=21), 'top_logprobs', '20'),
     (dict(max_completion_tokens=-2), 'max_completion_tokens', '-2'),
+    *((dict(chat_template_kwargs={name: 1}), 'chat_template_kwargs', name) for name in ('messages', 'self', 'tools')),
+    *((dict(continue_final_message=True) | more, 'continue_final_message', '') for more in (
+        dict(), dict(messages=[USER, dict(role='assistant', content='a')], add_generation_prompt=True))),
     *((dict(messages=[USER, message]), f'messages.1{param}', said) for message, param, said in [
         (dict(role='user'), '.content', 'missing'),
         (dict(role='assistant', content=None, function_call=dict(name='x')), '', 'are tools here'),
@@ -131,6 +134,9 @@ FORMS = [
     (dict(structured_outputs=dict(regex='a', choice=['b'])), 'structured_outputs.choice', 'give one'),
     *((dict(structured_outputs=dict(regex='a'), response_format=dict(type='json_object')) | more,
        'response_format.type', 'give one') for more in (dict(), dict(tools=TOOLS))),
+    *((dict(response_format=dict(type='json_schema', json_schema=dict(name='x', schema=schema)), tools=TOOLS),
+       'tools', said) for schema, said in (({'x-guidance': 5}, 'guidance'),
+                                           (dict(properties=dict(id=dict(const=2**60 + 1))), 'may round'))),
     (dict(guided_regex='a'), 'guided_regex', 'structured_outputs'),
     (dict(tools=[dict(type='function', function=dict(name='f', parameters=dict(properties=dict(a=dict(
         type='string', format='nonsense')))))], tool_choice='required'),
