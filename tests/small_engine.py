@@ -81,10 +81,6 @@ def alone(model, request, stop_ids=()):
     return samples
 
 
-def tokens_alone(model, request, stop_ids=()):
-    return [tokens for tokens, _ in alone(model, request, stop_ids)]
-
-
 def assert_alone(model, got, stop_ids=()):
     """
     A request was given the tokens, and the log probabilities if it asked for 5, that it has alone, or their beginning
