@@ -18,10 +18,10 @@ import jsonschema
 import numpy as np
 import regex
 from example_models import LLAMA, chat_tokenizer, gpt, sentencepiece_tokenizer
-from serving_process import chatting, serving
-from small_engine import LETTERS, served_by, thread_of
+from serving_process import chatting
+from small_engine import LETTERS
 from test_chat_api import TOKENIZER, ask
-from test_sample import printed_by_script
+from test_sample import printed_by_script, server  # noqa: F401
 
 import sample as script
 from chat.conversation import Conversation
@@ -295,28 +295,23 @@ def test_the_openai_client_parses_what_it_gets(chat):
             ours.chat.completions.parse(model='chat', messages=HI, response_format=Page, max_tokens=2)
 
 
-def test_the_script_prints_the_text_that_the_server_gives(monkeypatch, capsys, tmp_path):
+def test_the_script_prints_the_text_that_the_server_gives(server, monkeypatch, capsys, tmp_path):  # noqa: F811
     """A vocabulary of characters without a token that ends a text: a text ends where nothing may follow."""
-    model = gpt(**LLAMA | dict(vocab_size=LETTERS.vocab_size, block_size=64))
-    thread = thread_of(model, CPUExecutor(model, threads=1), LETTERS.bytes_of_tokens(), n_pages=96)
-    thread.start()
-    grammar = tmp_path / 'grammar.lark'
+    (model, client), grammar, how = server, tmp_path / 'grammar.lark', dict(temperature=9.0, top_k=0, top_p=1.0)
     grammar.write_text('start: "b" start "d" | "€😀"\n', encoding='utf-8')
-    how = dict(temperature=9.0, top_k=0, top_p=1.0)
-    with serving(thread, served_by(thread, tokenizer=LETTERS)) as client:
-        for form, settings in ((dict(regex='[a-c]{3,5}( z)?😀'), dict(regex='[a-c]{3,5}( z)?😀')),
-                               (dict(grammar=grammar.read_text(encoding='utf-8')), dict(grammar=str(grammar)))):
-            body = dict(prompt='be', n=3, seed=7, max_tokens=30, structured_outputs=form) | how
-            answer = client.post('/v1/completions', json=body).json()
-            texts = [choice['text'] for choice in answer['choices']]
-            assert {choice['finish_reason'] for choice in answer['choices']} == {'stop'} and len({*texts}) > 1
-            for more in (dict(), dict(decoder='eager'), dict(speculate='ngram'),
-                         dict(batch_size=1), dict(traced=True)):
-                printed = printed_by_script(model, ['be'], monkeypatch, capsys, num_samples=3, seed=7,
-                                            max_new_tokens=30, **settings, **how, **more)
-                assert printed == ''.join(f'be{text}\n---------------\n' for text in texts), more
-        refused = client.post('/v1/completions', json=dict(prompt='be', response_format=dict(type='json_object')))
-        assert refused.status_code == 400 and refused.json()['error']['param'] == 'response_format.type'
+    for form, settings in ((dict(regex='[a-c]{3,5}( z)?😀'), dict(regex='[a-c]{3,5}( z)?😀')),
+                           (dict(grammar=grammar.read_text(encoding='utf-8')), dict(grammar=str(grammar)))):
+        body = dict(prompt='be', n=3, seed=7, max_tokens=30, structured_outputs=form) | how
+        answer = client.post('/v1/completions', json=body).json()
+        texts = [choice['text'] for choice in answer['choices']]
+        assert {choice['finish_reason'] for choice in answer['choices']} == {'stop'} and len({*texts}) > 1
+        for more in (dict(), dict(decoder='eager'), dict(speculate='ngram'),
+                     dict(batch_size=1), dict(traced=True)):
+            printed = printed_by_script(model, ['be'], monkeypatch, capsys, num_samples=3, seed=7,
+                                        max_new_tokens=30, **settings, **how, **more)
+            assert printed == ''.join(f'be{text}\n---------------\n' for text in texts), more
+    refused = client.post('/v1/completions', json=dict(prompt='be', response_format=dict(type='json_object')))
+    assert refused.status_code == 400 and refused.json()['error']['param'] == 'response_format.type'
     with pytest.raises(ValueError, match='regex'), monkeypatch.context() as patch:
         patch.setattr(script, 'regex', 'a')
         patch.setattr(script, 'grammar', 'b')
