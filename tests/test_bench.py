@@ -128,13 +128,6 @@ def test_loss_mode_needs_two_pieces_of_text(monkeypatch, capsys):
     assert said == "not measured: short (the text has 16 tokens, and two pieces take 17)"
 
 
-def test_gpu_mode_measures_a_gpu_alone(repo):
-    with pytest.raises(ValueError, match='gpu mode measures CUDA, and the device is cpu'):
-        gpu.check(SimpleNamespace(device='cpu'))
-    done = run(repo, 'bench.py', '--mode=gpu', '--device=cpu')
-    assert done.returncode == 2 and 'use a machine with a GPU' in done.stderr
-
-
 def test_gpu_mode_with_the_same_step_in_pytorch_on_a_cpu(monkeypatch):
     pytest.importorskip('pydantic')
     import plain_gpu

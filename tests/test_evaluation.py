@@ -120,8 +120,6 @@ def test_the_script_evaluates_a_run_on_files(repo, trained):
         (repo / 'q.jsonl').write_text(content)
         done = run(repo, *evaluate)
         assert done.returncode == 2 and says in done.stderr.splitlines()[-1], done.stderr
-    done = run(repo, 'bench.py', '--mode=eval')
-    assert done.returncode == 2 and 'needs files to evaluate' in done.stderr
 
 
 def test_the_figures_are_those_of_lm_eval(tmp_path):
