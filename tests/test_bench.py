@@ -1,7 +1,6 @@
 """bench.py runs, counts correctly and writes its file. The speeds are not tested."""
 import json
 import os
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -75,18 +74,6 @@ def test_parts_and_shapes_that_are_not_run_stay_in_the_file(tmp_path):
 def test_positions_computed():
     assert counted(1, 128) == 1 and counted(3, 128) == (6 + 7 + 8) / (6 + 1 + 1)
     assert counted(200, 128) == (sum(range(6, 128)) + 78 * 128) / (6 + 122 + 77 * 128) == 18_097 / 9_984
-
-
-@pytest.mark.parametrize('window, n_sink', [(0, 0), (5, 0), (5, 3)])
-@pytest.mark.parametrize('position, n_kv_head', product(('learned', 'rope', 'alibi', 'none'), (1, 4)))
-def test_the_memory_formula_is_what_is_allocated(position, n_kv_head, window, n_sink):
-    model = GPT(GPTConfig(block_size=16, vocab_size=11, n_layer=3, n_head=4, n_embd=24, position=position,
-                          n_kv_head=n_kv_head, window=window, n_sink=n_sink))
-    n_slots = n_sink + 2 * window if window else 16
-    for B, dtype in product((1, 3), (torch.float32, torch.bfloat16)):
-        model.to(dtype)
-        held = sum(t.untyped_storage().nbytes() for layer in model.empty_cache(B) for t in layer[:2])
-        assert held == 2 * 3 * B * n_kv_head * 6 * n_slots * dtype.itemsize
 
 
 def test_generate_mode_is_the_default(repo):
