@@ -131,7 +131,7 @@ def torch_threads(n):
 torch_on_one_thread = partial(torch_threads, 1)  # torch's other threads would spin, and take a core
 
 
-def side_by_side(function, items):
+def in_parallel(function, items):
     """
     [function(item), ...] on as many Python threads as torch has, for what computes without Python's lock. Torch uses
     one thread in each. Items are taken one by one, as there are threads for them.

@@ -95,14 +95,13 @@ class LayerKVCache(NamedTuple):
         Returns (k, v, key_positions, cache): the keys and values in all slots so far, views of (B, n_kv_head, n,
         head_dim) with n = min(cache_pos + T, n_slots) of the longest sequence; the `KeyPositions` of these keys, or
         None if they are at positions 0, 1, ...; and the tuple with cache_pos + T. Raises ValueError, with nothing
-        written, when they do not fit: without a window more than n_slots in all, with one more than window + 1 at once.
-        Any object with this method can be the cache of a layer for `GPT.hidden_states`.
+        written, when they do not fit: more than n_slots in all or, if the model has a window, more than window + 1
+        at once. Any object with this method can be the cache of a layer for `GPT.hidden_states`.
         """
         k_cache, v_cache, start = self
         B, n_slots, T, window = k_cache.size(0), k_cache.size(2), k.size(2), positions.config.window
         ragged = isinstance(start, torch.Tensor)
-        end = start + T if not ragged else as_int64('cache_pos', start) + T
-        longest = int(end.max()) if ragged else end
+        end, longest = positions.ends if ragged else (start + T, start + T)
         check_append(self, k, longest, window)
         key_positions, n = None, min(longest, n_slots)
         if ragged or longest > n_slots:
@@ -167,8 +166,6 @@ class CausalSelfAttention(nn.Module):
         if config.position == 'rope':
             q_unrotated, q, k = q, positions.rotated(q), positions.rotated(k)
         if layer_cache is not None:
-            if type(layer_cache) is tuple:
-                layer_cache = LayerKVCache(*layer_cache)
             k, v, key_positions, layer_cache = layer_cache.append(k, v, positions)  # k, v: (B, n_kv_head, n, head_dim)
         mask = positions.mask(key_positions, k.size(2))
         if config.position == 'rope' and config.n_sink:
@@ -297,8 +294,11 @@ class GPT(nn.Module):
             kv_cache = self.empty_cache(len(idx))
         begin = cache_pos[:, None] if isinstance(cache_pos, torch.Tensor) else cache_pos
         q_pos = begin + torch.arange(idx.size(1), device=idx.device)
-        # a cache for a window takes window + 1 tokens at once, so that it need not hold more than two windows
-        chunk, parts = self.config.window + 1 if kv_cache and self.config.window else idx.size(1), []
+        parts, chunk = [], idx.size(1)
+        if kv_cache:
+            kv_cache = [LayerKVCache(*cache) if type(cache) is tuple else cache for cache in kv_cache]
+            if self.config.window:  # it takes window + 1 tokens at once, and so need not hold more than two windows
+                chunk = self.config.window + 1
         for start in range(0, idx.size(1), chunk):
             part = slice(start, start + chunk)
             x, kv_cache = self.hidden_states(idx[:, part], q_pos[..., part], kv_cache, last_only=targets is None)

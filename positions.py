@@ -73,14 +73,14 @@ def rotate(x, cos, sin):
 
 def ring_slots(positions, config):
     """
-    The slot of each position in the cache of a layer, of the same type (an integer tensor or array): the position
-    itself; with a window the first n_sink positions have their own slots, and the others take turns in 2 * window.
+    The slot of each position, an integer tensor, in the cache of a layer: the position itself; with a window the first
+    n_sink positions have their own slots, and the others take turns in 2 * window.
     """
     c = config
     if not c.window:
         return positions
     in_ring = c.n_sink + (positions - c.n_sink) % (2 * c.window)
-    return in_ring + (positions - in_ring) * (positions < c.n_sink)
+    return torch.where(positions < c.n_sink, positions, in_ring)
 
 
 def positions_in_ring(last, n, config):
@@ -113,7 +113,7 @@ class Positions:
 
     def __init__(self, config, q_pos, dtype):
         self.config, self.q_pos, self.dtype = config, q_pos, dtype
-        self.masks = {}  # {(id of key positions, n_keys): these, so that their id stays theirs, and the mask}
+        self.masks = {}  # {(id(key_positions), n_keys): (key_positions, whose id stays in use, and the mask)}
         self.in_slots = {}  # {n: the `KeyPositions` of the first n slots}
         if config.position == 'rope':
             self.angles = self.cos_sin(q_pos)
@@ -129,6 +129,12 @@ class Positions:
     def rotated(self, x):
         """Queries or keys x (B, n_head, T, head_dim), turned to their positions."""
         return rotate(x, *self.angles)
+
+    @cached_property
+    def ends(self):
+        """(the positions of each sequence, with its new tokens, int64 (B,); the most, an int); of a q_pos (B, T)."""
+        end = self.q_pos[:, -1] + 1
+        return end, int(end.max())
 
     @cached_property
     def slots(self):

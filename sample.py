@@ -171,7 +171,7 @@ class Printed:
 
 
 def by_model():
-    """Does `GPT.generate` draw? It does without a cache, and for a trace, which has no settings of an engine."""
+    """Does `GPT.generate` draw? Without a cache; and for a trace, if no setting asks for what the engine alone has."""
     asked = decode.asked_of_the_kernel(weights, threads, speculate, draft)
     of_engine = asked or kv_cache in CELLS or kv_bits or when_full == 'shift' or json_schema or regex or grammar
     return not use_cache or debug_kv_model.tracing() and decoder in ('auto', 'eager') and not of_engine
@@ -292,7 +292,7 @@ def pool_of_chat(model, dev):
 
 
 def rolled(model):
-    """The model, with when_full=roll with a window. ValueError if it has no context of that kind."""
+    """The model; with when_full=roll, with a window. ValueError if the model cannot do what when_full says."""
     c, is_endless = model.config, model.config.max_positions == math.inf
     if is_endless and when_full in ('crop', 'shift'):
         raise ValueError(f"when_full={when_full} is for a context that ends, and this model sees all texts through its "

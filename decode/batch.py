@@ -94,7 +94,7 @@ class Batch:
         return len(self.tokens) == len(self.counts) and self.n_steps.min() > 0 and not any(self.prompt_logits)
 
     def make_copies(self, layers):
-        """Make the copies, in these `kvcache.storage.Layer`s. `Refused` if there are none."""
+        """Make the copies, in these `kvcache.storage.Layer`s. `Refused` if the executor holds no layers."""
         if not layers:
             raise Refused("this executor holds no slots: make an Engine with it, and keep that Engine")
         for source, target, n in self.copies:

@@ -155,7 +155,7 @@ class CPUExecutor:
         tables.memory[layout.DRAW_DATA] = self.draws.describe(sequences, done, batch.return_soon, batch.until)
         ended = False
         while made < n and not ended:
-            n_threads, choice = self.threads_for(R, is_screened=n_largest > 0)
+            n_threads, choice = self.prepare_call(R, is_screened=n_largest > 0)
             began = time.perf_counter_ns()
             # a step that is timed alone, or not at all, is a call of its own
             tables.ask_for(1 if choice and (choice.is_trial or choice.is_first(began)) else n - made, n_largest)
@@ -207,26 +207,26 @@ class CPUExecutor:
             tables.describe(address + 8 * row, positions[row:end], np.clip(starts[a:b + 1], row, end) - row,
                             batch.sequences[a:b], wanted[first:last] - row)
             tables.memory[layout.LOGITS] = logits.data_ptr() + 4 * self.vocab_size * int(first)
-            n, choice = self.threads_for(end - row, way)
+            n, choice = self.prepare_call(end - row, way)
             began = time.perf_counter_ns()
             # a prefill counts, though it follows a pause
-            self.after_call(step(*tables.addresses, n, workers.address), choice, began, counts=True)
+            self.after_call(step(*tables.addresses, n, workers.address), choice, began, after_pause=True)
         return logits
 
-    def threads_for(self, n_rows, way=None, is_screened=False):
+    def prepare_call(self, n_rows, way=None, is_screened=False):
         """
-        Prepare the next call of the kernel in this way, by default that of `choice`. Returns its number of threads, and
-        the `StepChoice` that takes its time, if there is one.
+        Set how far weights are prefetched, and make the threads ready, for a call of the kernel in this way, by default
+        that of `choice`. Returns the number of threads, and the `StepChoice` that records the call's time, or None.
         """
         choice = None if way else self.choice(n_rows, is_screened)
         n_threads, ahead = way or choice.way
         self.packed.prefetch(ahead)
         return workers.ready(n_threads), choice
 
-    def after_call(self, refused, choice, began, n_drawn=0, counts=False):
+    def after_call(self, refused, choice, began, n_drawn=0, after_pause=False):
         """
         What follows a call of the kernel that began at this time, in nanoseconds. n_drawn: after how many steps tokens
-        were drawn. counts: does its time count after a pause too? `Refused` if the kernel refused the step,
+        were drawn. after_pause: does its time count after a pause too? `Refused` if the kernel refused the step,
         `NotNumbers` if its logits are not numbers.
         """
         workers.ended = time.perf_counter_ns()
@@ -235,7 +235,7 @@ class CPUExecutor:
             raise NotNumbers
         self.refuse(refused)
         if choice is not None:
-            choice.record(ns - ns_drawing, 0 if counts else began, max(1, n_drawn), ns_drawing)
+            choice.record(ns - ns_drawing, 0 if after_pause else began, max(1, n_drawn), ns_drawing)
 
     def refuse(self, why):
         """Raise `Refused` for what kernel/step.py has found, unless it is nothing."""

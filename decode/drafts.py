@@ -173,7 +173,7 @@ class ModelDraft:
     def begin(self, sequence):
         """The `DraftSequence` of a sequence, with the tokens that the pool remembers."""
         s = DraftSequence(sequence)
-        self.pool.begin(s, sequence.tokens, sequence.salt)
+        self.pool.begin(s, sequence.tokens)
         return s
 
     def has_room(self, s, k):
@@ -202,7 +202,8 @@ class DraftSequence:
     whole = True
 
     def __init__(self, sequence):
-        self.sequence, self.tokens, self.settings, self.proposed = sequence, sequence.tokens, sequence.settings, []
+        self.sequence, self.tokens, self.settings = sequence, sequence.tokens, sequence.settings
+        self.salt, self.proposed = sequence.salt, []
 
     @property
     def n_drawn(self):

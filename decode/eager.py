@@ -45,8 +45,8 @@ class EagerExecutor:
 
     def execute_model(self, batch):
         """See `decode.cpu.CPUExecutor.execute_model`. Each call is one step."""
-        check_step(self.model, batch)
         batch.make_copies(self.layers)
+        check_step(self.model, batch)
         rows, parts = batch.rows()
         with torch.inference_mode():
             logits = self.logits_of(batch, rows)

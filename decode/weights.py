@@ -20,7 +20,7 @@ from decode.kernel.layout import GROUP, SCALE_GROUP, SHEET
 from decode.kernel.linears import ADDED, ELEMENTS, GELU, GELU_TANH, SWIGLU
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import padded
-from device import side_by_side, torch_on_one_thread
+from device import in_parallel, torch_on_one_thread
 from positions import Positions, alibi_slopes, rotary_frequencies
 
 CALIBRATED = 64       # random tokens whose pass says how much the inputs of a linear matter
@@ -215,8 +215,9 @@ def parts_of(w, n, K):
 
 def kept_in(model, weights):
     """
-    The type in which the packed copy keeps weights: bfloat16 for float32 if all weights of the matrices in memory are
-    bfloat16 numbers, as in most published models. Half of the bytes then give the same bits: the kernel widens them.
+    The type in which the packed copy keeps weights: bfloat16 for float32 if all matrices are bfloat16 or hold bfloat16
+    numbers alone, as in most published models. Half of the bytes then give the same bits: the kernel widens them. A
+    float32 matrix that is not in memory is not looked at, and keeps all of them in float32.
     """
     def is_bfloat16(p):
         return p.dtype is torch.bfloat16 or not p.is_meta and not any(
@@ -265,7 +266,7 @@ class PackedWeights:
         model, arrays = self.model, self.arrays
         self.config = c = copy.copy(model.config)
         squares = input_squares(model) if self.weights == 'int4' else [None] * len(self.table)
-        side_by_side(self.fill_linear, zip(self.table, linears_of(model), squares))
+        in_parallel(self.fill_linear, zip(self.table, linears_of(model), squares))
         arrays[layout.EPS][0] = model.transformer.ln_f.eps
         arrays[layout.NORM_BIAS][:] = 0
         for weight, bias, norm in zip(arrays[layout.NORM_WEIGHT], arrays[layout.NORM_BIAS], norms_of(model)):
@@ -318,7 +319,7 @@ class PackedWeights:
             norms[first:first + len(part)] = (size + rest) * (1 + 1e-6)
             start, end = (r * K // GROUP * ELEMENTS[I8] for r in (first, first + len(part)))
             pack_int8(torch.from_numpy(panels[start:end].view(np.uint8)), whole, scale)
-        side_by_side(fill, parts_of(w, n, K))
+        in_parallel(fill, parts_of(w, n, K))
         self.arrays |= {layout.SCREEN_PANELS: panels, layout.SCREEN_LINEARS: of_head, layout.SCREEN_ERRORS: errors,
                         layout.SCREEN_NORMS: norms,
                         layout.SCREEN_LOGITS: aligned((2 * layout.SCREENED_ROWS, len(w)), np.float32)}

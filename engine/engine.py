@@ -35,9 +35,9 @@ class Engine:
     stores keys and values as the executor computes them, 8 rounds them. ValueError if these do not go together.
 
     The tokens and logits of a sequence are those that it has alone, with a compiled executor bit for bit, whoever else
-    runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. After an exception inside
-    of a call other than `Refused`, after an interrupt, and in the next call after an `add`, if weights have
-    changed, all keys and values are computed again.
+    runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. All keys and
+    values are computed again after an exception inside of a call (but not `Refused`), after an interrupt, and when the
+    first call after an `add` finds that weights have changed.
 
     longest_call: seconds that a call of several steps takes at most. return_soon: another thread may set return_soon[0]
     to 1; then the present call returns soon, and so does each later one until it is set back to 0.

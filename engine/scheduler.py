@@ -92,12 +92,12 @@ class Scheduler:
         for s in tried:
             if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
                 self.pool.cut(s, 0)
-        plan, n_preempted = [], self.n_preempted
+        plan = {}
         for s, n in self.shares(tried).items():  # the oldest first: no sequence preempts an older one
-            if self.n_preempted > n_preempted and s not in self.running or not self.make_room(s, n, len(plan)):
+            if len(plan) == len(self.running) or not self.make_room(s, n, plan):  # it has been preempted
                 break
-            plan.append((s, n))
-        return self.batch_of(plan, until, return_soon) if plan else None
+            plan[s] = n
+        return self.batch_of([*plan.items()], until, return_soon) if plan else None
 
     def shares(self, sequences):
         """{sequence: how many of its tokens the next step computes}, for sequences in order of age."""
@@ -149,13 +149,13 @@ class Scheduler:
             most //= 2
         return [min(n, most) for n in wanted]
 
-    def make_room(self, sequence, n, n_planned):
+    def make_room(self, sequence, n, planned):
         """
         Slots for n more tokens of a sequence; the newest gives way if there are too few. Returns False if that is the
-        sequence itself. The n_planned oldest have what they need for this step.
+        sequence itself. Those that are planned for this step keep what they have.
         """
         while not self.pool.extend(sequence, n):
-            if not self.trim(n_planned):
+            if not self.trim(planned):
                 victim = self.who_gives_way()
                 self.preempt(victim)
                 if victim is sequence:
@@ -167,11 +167,12 @@ class Scheduler:
         others = [s for s in self.running if s not in self.suspects[0]] if self.suspects else []
         return (others or self.running)[-1]
 
-    def trim(self, first=0):
-        """Free the slots that those from running[first] on have for later tokens. Returns whether there were any."""
+    def trim(self, planned=()):
+        """Free the slots for later tokens of those that run and are not planned. Returns whether there were any."""
         n_free = self.pool.n_free
-        for s in self.running[first:]:
-            self.pool.cut(s, s.n_computed)
+        for s in self.running:
+            if s not in planned:
+                self.pool.cut(s, s.n_computed)
         return self.pool.n_free > n_free
 
     def preempt(self, sequence):
@@ -247,7 +248,7 @@ class Scheduler:
                 self.n_growing = sum(map(pool.will_grow, self.running))
             # a prompt whose logits are wanted is computed from the first one of these on
             sought = s.tokens[:s.logits_from + 1] if s.prompt_logits and not s.n_drawn else s.tokens
-            found = pool.begin(s, sought if s.whole else (), s.salt)
+            found = pool.begin(s, sought if s.whole else ())
             if pool.extend(s, min(s.length - found, self.at_once) if pool.window else s.length - found) and (
                     pool.n_free >= self.n_growing):
                 break

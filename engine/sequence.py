@@ -12,7 +12,7 @@ class Sequence:
         'error'; error: the exception.
 
     n_computed: the number of positions of its context whose keys and values the pool has. What else the pool keeps of
-        it: table (or cells), runs, n_writable, prefixes, salt; see `kvcache.pages.PagePool`. n_found: how many tokens
+        it: table (or cells), runs, n_writable, prefixes; see `kvcache.pages.PagePool`. n_found: how many tokens
         of the prompt the pool remembered when the sequence first ran, None before.
 
     max_positions, n_keep, keep: when a full context (max_positions tokens) gets another one, it is cut to its first

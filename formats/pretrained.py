@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from safetensors import safe_open
 
-from device import meta_model, side_by_side
+from device import in_parallel, meta_model
 from formats.families import config_args
 from formats.from_gguf import GGUFFile
 from formats.gguf_files import is_gguf
@@ -100,7 +100,7 @@ def state_dict_of(model, files, dtype, lazy):
                     and not (c.bias is False and c.norm == 'layer' and name.endswith('norm.bias')))
     if others:
         raise ValueError(f"a GPT here has no place for: {', '.join(others[:3])}{' ...' * (len(others) > 3)}")
-    return state_dict | dict(zip(read, side_by_side(partial.__call__, read.values())))
+    return state_dict | dict(zip(read, in_parallel(partial.__call__, read.values())))
 
 
 def read_joined(files, theirs, dtype, name, config):

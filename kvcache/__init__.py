@@ -8,7 +8,7 @@ Pools: in which slots the positions of sequences lie. And the storage of these s
 
 A pool is what the engine's scheduler asks for slots; one thread owns it. See `pages.PagePool`.
 
-    begin(sequence, tokens, salt)   begin with what is remembered of these tokens; returns of how many
+    begin(sequence, tokens)         begin with what is remembered of these tokens; returns of how many
     extend(sequence, n)             slots for the next n positions after those that are stored; returns whether there
                                     was room. Slots that are there count: a second call changes nothing
     computed(sequence, n)           n more positions are stored
@@ -23,6 +23,7 @@ A pool is what the engine's scheduler asks for slots; one thread owns it. See `p
     n_slots                         slots in all
     n_free                          pages that no sequence has
     most_sequences, window          the most that run at a time; of the model
+    engine                          a weak reference to the engine that has the pool: the engine sets it
 """
 from kvcache.pages import PagePool, pages_for
 from kvcache.storage import bytes_of_slots, make_layers

@@ -49,7 +49,8 @@ class PagePool:
     It keeps of each sequence: n_computed, the number of positions whose keys and values are stored; table, its pages in
     order, None for those that a window has passed, also pages for later positions; runs, its `decode.batch.Runs`;
     n_writable, the number of positions that need neither a new page nor a copy; prefixes, the `Prefix` of each of its
-    first pages, as many as are known; and salt. It reads of it `tokens`, and `whole`: is token number p at position p?
+    first pages, as many as are known. It reads of it `tokens`; `whole`: is token number p at position p?; and `salt`:
+    only sequences with an equal one share pages (vLLM's cache_salt).
 
     references: the number of tables that each page is in. free_pages: those in no table; those that are remembered are
     used last. prefix_of: the `Prefix` of each full page that is remembered, or None. page_with: {Prefix: page}, the
@@ -73,20 +74,19 @@ class PagePool:
         """How many pages are in no table. Some may be remembered."""
         return len(self.free_pages)
 
-    def begin(self, sequence, tokens=(), salt=''):
+    def begin(self, sequence, tokens=()):
         """
         Begin a sequence with the remembered pages with which these tokens begin. Returns how many of the tokens these
         hold. They fill whole pages, and are never all of the tokens: the last one must be computed, for its logits.
-        salt: only sequences with an equal one share pages (vLLM's cache_salt).
         """
-        table, prefixes = self.remembered(tokens, salt)
+        table, prefixes = self.remembered(tokens, sequence.salt)
         for page in table:
             if page is not None:
                 self.acquire(page)
         s = sequence
-        s.table, s.prefixes, s.salt = table, prefixes, salt
+        s.table, s.prefixes = table, prefixes
         s.n_computed = len(table) * self.page_size
-        self.look_up(s)
+        self.write_runs(s)
         return s.n_computed
 
     def remembered(self, tokens, salt=''):
@@ -147,7 +147,7 @@ class PagePool:
             self.forget(s.table[last])  # a full page that was cut will be written again
         n_before = len(s.table)
         s.table += [self.acquire() for _ in range(n_new)]
-        self.look_up(s, None if shared or passed else n_before)
+        self.write_runs(s, None if shared or passed else n_before)
         return True
 
     def will_grow(self, sequence):
@@ -166,8 +166,8 @@ class PagePool:
             numbers.append(i)
         return numbers
 
-    def look_up(self, sequence, first=None):
-        """Add the pages of a sequence from number `first` on to its runs. None makes new runs of all its pages."""
+    def write_runs(self, sequence, first=None):
+        """Add the pages of a sequence from number `first` on to its runs. None: write all of its runs anew."""
         s, size = sequence, self.page_size
         if first is None:
             s.runs, last = Runs(), len(s.table)
@@ -202,8 +202,8 @@ class PagePool:
         for page in new.table:
             if page is not None:
                 self.acquire(page)
-        new.n_computed, new.prefixes, new.salt = s.n_computed, s.prefixes[:], s.salt
-        self.look_up(new)
+        new.n_computed, new.prefixes = s.n_computed, s.prefixes[:]
+        self.write_runs(new)
         s.n_writable = new.n_writable = s.n_computed  # the last page is shared now
 
     def cut(self, sequence, n):
@@ -219,7 +219,7 @@ class PagePool:
                 self.release(page)
         del s.table[n_kept:], s.prefixes[n // self.page_size:]
         s.n_computed = n
-        self.look_up(s)
+        self.write_runs(s)
         s.n_writable = n  # the last page may be remembered as a full one
         return n
 

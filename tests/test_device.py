@@ -83,7 +83,7 @@ def test_the_run_before_and_the_user_decide_without_timing(monkeypatch, threads)
     assert torch.get_num_threads() == 4 and len(said) == 2
 
 
-def test_work_side_by_side(threads):
+def test_work_in_parallel(threads):
     """Results come in order, torch has one thread meanwhile, and no more items are taken than there are threads for."""
     taken, done = itertools.count(1), []
 
@@ -94,10 +94,10 @@ def test_work_side_by_side(threads):
         if i == 19:
             raise ValueError('no 19')
         return i * i
-    assert device.side_by_side(work, itertools.islice(taken, 12)) == [i * i for i in range(1, 13)]
+    assert device.in_parallel(work, itertools.islice(taken, 12)) == [i * i for i in range(1, 13)]
     assert sorted(done) == [*range(1, 13)] and torch.get_num_threads() == 4
     with pytest.raises(ValueError, match='no 19'):
-        device.side_by_side(work, taken)
+        device.in_parallel(work, taken)
     assert next(taken) <= 25 and torch.get_num_threads() == 4
 
 

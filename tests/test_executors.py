@@ -107,7 +107,7 @@ def made(way, model, threads=TWO):
 
 def alone(executor, all_texts, kind=''):
     """The logits of each text alone, a token a step, in a row of slots, on one thread: (T, vocab_size)."""
-    found, executor.threads_for = [], lambda *_, **how: (1, None)
+    found, executor.prepare_call = [], lambda *_, **how: (1, None)
     for text in all_texts:
         slots, own = Slots(executor, 'rows', kind), Text(text.tokens)
         found.append(torch.cat([slots.logits({own: 1})[0] for _ in text.tokens]))
@@ -115,7 +115,7 @@ def alone(executor, all_texts, kind=''):
     def any_way(*_, **how):
         executor.packed.prefetch(random.choice([0, 2**13]))
         return random.choice([1, TWO]), None
-    executor.threads_for = any_way
+    executor.prepare_call = any_way
     return found
 
 

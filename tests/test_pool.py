@@ -89,7 +89,7 @@ class PoolMachine(RuleBasedStateMachine):
         how = dict(n_keep=1, keep=10) if shifts and not self.config.window else {}
         s = new([*range(shared), *own], self.config, salt, **how)
         most = self.most_that_can_be_found(s.tokens, salt) if s.whole else 0
-        assert self.pool.begin(s, s.tokens if s.whole else (), salt) == s.n_computed == most
+        assert self.pool.begin(s, s.tokens if s.whole else ()) == s.n_computed == most
         self.sequences.append(s)
 
     def remembered(self):
@@ -213,7 +213,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.n_free == self.pool.n_slots // self.pool.page_size and not self.pool.copies
         for s in self.sequences:
             s.forget()
-            assert self.pool.begin(s, s.tokens if s.whole else (), s.salt) == 0
+            assert self.pool.begin(s, s.tokens if s.whole else ()) == 0
 
     @invariant()
     def each_sequence_has_what_it_has_computed(self):

@@ -174,3 +174,30 @@ def test_pages_for_later_steps_keep_no_request_waiting(n_prompt, drawn):
     engine.step()
     assert (a.n_drawn, b.n_drawn) == drawn  # a may take one page more, so b gets 5 of 8
     finish(engine)
+
+
+def test_a_sequence_that_is_tried_keeps_its_slots():
+    """
+    After a failed call a newer group is tried beside an older sequence that has drawn. One of the group has no room:
+    what is trimmed for it is not what another one of the group needs in the same step.
+    """
+    engine = engine_of(n_pages=12)
+    (a,), (b,), (c,) = ask(engine, range(8), 3), ask(engine, [*range(9), 1, 2, 3], 3), ask(engine, [5, 6] * 14, 2)
+    scheduler, pool = engine.scheduler, engine.pool
+    for s in (a, b, c):
+        scheduler.waiting.remove(s)
+        scheduler.running.append(s)
+        pool.begin(s)
+        assert pool.extend(s, 8)
+    plan = [(s, 8) for s in (a, b, c)]
+    engine.executor.execute_model(scheduler.batch_of(plan, 2**63 - 1, engine.return_soon))
+    for s in (a, b, c):
+        pool.computed(s, 8)
+    a.tokens.append(1)
+    held = [pool.acquire() for _ in range(pool.n_free - 1)]
+    scheduler.suspects = [[b, c]]
+    engine.step()
+    assert [(s, n) for s, _, n in engine.plans[-1]] == [(b, 4)] and b.error is None and b.n_drawn == 1
+    for page in held:
+        pool.release(page)
+    finish(engine)

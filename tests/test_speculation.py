@@ -192,7 +192,7 @@ def test_another_model_proposes_what_it_does_with_texts_read_anew(monkeypatch):
         batch = SimpleNamespace(sequences=some, tokens=np.array([s.tokens[-1] for s in some]))
         if number % 10 == 5:
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(PagePool, 'look_up', interrupted)
+                patched.setattr(PagePool, 'write_runs', interrupted)
                 draft.propose(batch, 30, 1)  # which takes new pages
         anew.refresh()
         n_read.clear()

@@ -309,10 +309,10 @@ def draw(thread, n_threads, memory, sizes):
 
 
 @njit
-def go_on(memory, sizes):
+def advance(memory, sizes):
     """
-    Whether another step of this call is to be computed. If tokens were drawn, they and their positions are then the
-    inputs in memory.
+    After a draw: make the drawn tokens and their positions the inputs of the next step. Returns whether that step is to
+    be computed.
     """
     if sizes[layout.N_STEPS] == 0 or sizes[layout.NOT_NUMBERS]:
         return False
@@ -367,7 +367,7 @@ def step(memory_at, sizes_at, n_threads, post_at):
         run_part(memory_at, sizes_at, 0, n_threads)
         if n_threads > 1:
             threads.wait_until(longs_at(post_at), n_threads - 1, threads.SPIN)
-        if not go_on(longs_at(memory_at), longs_at(sizes_at)):
+        if not advance(longs_at(memory_at), longs_at(sizes_at)):
             return 0
 
 

@@ -38,7 +38,7 @@ class CellPool:
         """How many cells are free."""
         return self.n_slots - sum(cells.used() for cells in self.streams.streams)
 
-    def begin(self, sequence, tokens=(), salt=''):
+    def begin(self, sequence, tokens=()):
         """Begin a sequence. Returns how many of these tokens are remembered: none."""
         s = sequence
         s.cells, s.runs, s.n_writable, s.n_computed = self.free_numbers.pop(), Runs(), 0, 0
@@ -56,7 +56,7 @@ class CellPool:
             return False
         if len(passed):
             cells.own(passed, s.cells, False)
-            self.look_up(s)
+            self.write_runs(s)
         found = cells.find(n_new)
         cells.write(found, np.arange(s.n_writable, s.n_writable + n_new), cells.owned_by(s.cells))
         for position, slot in enumerate((self.first_slot(s) + found).tolist(), s.n_writable):
@@ -72,7 +72,7 @@ class CellPool:
         """The first position after the sinks that the token at position n sees, if there is a window."""
         return max(self.n_sink, n - self.window + 1)
 
-    def look_up(self, sequence):
+    def write_runs(self, sequence):
         """Write the runs of a sequence."""
         s, cells = sequence, self.streams.cells_of(sequence.cells)
         mine = cells.of(s.cells)
@@ -98,7 +98,7 @@ class CellPool:
         if n < s.n_writable:
             cells.remove(s.cells, n)
             s.n_writable = n
-            self.look_up(s)
+            self.write_runs(s)
         s.n_computed = n
         return n
 
@@ -109,7 +109,7 @@ class CellPool:
         self.streams.seq_cp(s.cells, new.cells)
         self.streams.seq_rm(new.cells, s.n_computed)  # what it has for later positions
         new.n_computed = new.n_writable = s.n_computed
-        self.look_up(new)
+        self.write_runs(new)
         if not self.unified:
             to_source = self.first_slot(s) - self.first_slot(new)
             self.copies += [(slot + to_source, slot, n) for _, slot, n in new.runs.table[:new.runs.n].tolist()]
