@@ -333,7 +333,10 @@ def state_beside(folder):
     """
     def read(name):
         return read_downloaded(os.path.join(folder, name))
-    config, state = read('special_tokens_map.json') | read('tokenizer_config.json'), {}
+    config, special, state = read('tokenizer_config.json'), read('special_tokens_map.json'), {}
+    # transformers reads the older files only where the newer one has no added_tokens_decoder, and then prefers them
+    is_older = 'added_tokens_decoder' not in config
+    config = config | special if is_older else special | config
     named = {name: text_of(token) for name, token in config.items()}
     named = {name: text for name, text in named.items() if name in ROLES and isinstance(text, str)}
     added = config.get('added_tokens_decoder') or {}
@@ -343,7 +346,8 @@ def state_beside(folder):
     for more in (config.get(name) or [] for name in ('additional_special_tokens', 'extra_special_tokens')):
         others += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
     others = [text for text in map(text_of, others) if text and isinstance(text, str)]
-    if added := [*(added[i] for i in sorted(added, key=int)), *named.values(), *others]:
+    older = [dict(content=text) for text in (added_ids(folder) if is_older else ())]
+    if added := [*(added[i] for i in sorted(added, key=int)), *older, *named.values(), *others]:
         state['added_tokens'] = added
     if named:
         state['special_tokens'] = named
@@ -382,6 +386,15 @@ def template_of(default, tool_use):
     return f'{{% if tools %}}\n{tool_use}{{% else %}}\n{default}{{% endif %}}'
 
 
+def added_ids(folder):
+    """{text: id} of a folder's added_tokens.json, by id; {} without one. ValueError if it is damaged."""
+    added = read_downloaded(os.path.join(folder, 'added_tokens.json'))
+    if not are_ids([*added.values()]):
+        raise ValueError(f"{folder}/added_tokens.json must give each token its id, an integer, but it is "
+                         f"{str(added)[:50]}: is the download complete?")
+    return dict(sorted(added.items(), key=lambda item: item[1]))
+
+
 def json_of_pairs(folder):
     """The tokenizer.json of byte pairs in the files PAIRS, as GPT-2's were. ValueError if one is damaged."""
     from tokenizers import ByteLevelBPETokenizer
@@ -390,14 +403,11 @@ def json_of_pairs(folder):
         vocab, merges = BPE.read_file(*[os.path.join(folder, name) for name in PAIRS])
     except Exception as e:  # the library raises nothing more special
         raise ValueError(f"{' and '.join(PAIRS)} in {folder} cannot be read ({e}): is the download complete?") from e
-    added, config, named = (read_downloaded(os.path.join(folder, name + '.json')) for name in (
-        'added_tokens', 'tokenizer_config', 'special_tokens_map'))
+    added, config, named = added_ids(folder), *(read_downloaded(os.path.join(folder, name + '.json')) for name in (
+        'tokenizer_config', 'special_tokens_map'))
     library = ByteLevelBPETokenizer(vocab, merges, add_prefix_space=bool(config.get('add_prefix_space')))
     special = [text_of(token) for token in named.get('additional_special_tokens') or []]
-    if not are_ids([*added.values()]):
-        raise ValueError(f"{folder}/added_tokens.json must give each token its id, an integer, but it is "
-                         f"{str(added)[:50]}: is the download complete?")
-    library.add_tokens(sorted(added, key=added.get))
+    library.add_tokens([*added])
     library.add_special_tokens([END_OF_TEXT] * (END_OF_TEXT in vocab) + [text for text in added if text in special])
     for text, i in added.items():
         if library.token_to_id(text) != i:

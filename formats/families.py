@@ -32,7 +32,7 @@ def config_args(hf):
     if missing:
         raise ValueError(f"it is not a {family}'s: it lacks {', '.join(missing)}")
     args = {field: typed(hf, key, int) for field, key in SIZES[family].items()}
-    expect(hf, quantization_config=(None,))
+    expect(hf, quantization_config=(None,), is_causal=(True, None))  # an encoder has is_causal=false
     read = {'gpt2': gpt2, 'gpt_bigcode': gpt_bigcode, 'starcoder2': starcoder2, 'mpt': mpt}.get(family, llama)
     tied = hf.get('tie_word_embeddings', read is not llama)
     return args | dict(tied=tied) | read(hf, args)
@@ -44,7 +44,7 @@ def expect(hf, prefix='', **allowed):
         value = hf.get(key, values[0])
         if value not in values:
             raise ValueError(f"{prefix}{key} is {value!r:.100}, which a GPT here cannot represent: it must be "
-                             f"{' or '.join(map(repr, values))}")
+                             f"{' or '.join(dict.fromkeys(map(repr, values)))}")
 
 
 def typed(hf, key, kind, default=None):
@@ -82,7 +82,7 @@ def starcoder2(hf, args):
 def llama(hf, args):
     """Llama's family: llama, mistral, qwen2 and qwen3."""
     family, bias = hf['model_type'], False
-    expect(hf, hidden_act=('silu', 'swish'), pretraining_tp=(1, None))
+    expect(hf, hidden_act=('silu', 'swish'))
     if family == 'llama':
         bias = hf.get('attention_bias', False)
         expect(dict(mlp_bias=False) | hf, mlp_bias=(bias,))

@@ -22,13 +22,14 @@ FLAGS = dict(normalized=False, single_word=False, lstrip=False, rstrip=False)  #
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LATER_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
                r"\s+(?!\S)|\s+")
-LLAMA3_RULES = 'llama-bpe', 'llama3', 'llama-v3', 'smaug-bpe'
+LLAMA3_RULES = 'llama-bpe', 'llama3', 'llama-v3'  # they add a BOS token, and take words that no merges lead to
+LLAMA2_IDS = dict(bos_token_id=1, eos_token_id=2, unknown_token_id=0)  # of SentencePiece, where the file has none
 TO_HF = "export with --to=hf, and convert that folder with its convert_hf_to_gguf.py"
 RULES = {  # of tokenizer.ggml.pre: what a text is split by, one after the other, before pairs are merged
     **dict.fromkeys(('gpt-2', 'mpt', 'phi-2'), [WORDS]),
     **dict.fromkeys(('smollm', 'starcoder', 'refact', 'codeshell'), [r'\p{N}', WORDS]),
     **dict.fromkeys(('qwen2', 'deepseek-r1-qwen'), [LATER_WORDS % '']),
-    **dict.fromkeys(LLAMA3_RULES, [LATER_WORDS % '{1,3}']),
+    **dict.fromkeys((*LLAMA3_RULES, 'smaug-bpe'), [LATER_WORDS % '{1,3}']),
     'default': [r'[\p{P}\$\+<=>\^~\|]+', WORDS, r'\p{N}+', '[0-9][0-9][0-9]'],
 }
 
@@ -56,6 +57,8 @@ def gguf_tokenizer(fields):
         return {'kind': 'char', 'chars': ''.join(chars)}
     types = [CONTROL if text in END_TEXTS else type for text, type in zip(tokens, types)]
     vocab = {text: i for i, (text, type) in enumerate(zip(tokens, types)) if type != UNUSED}
+    if kind == 'llama':
+        given = LLAMA2_IDS | given
     known = {key: i for key, i in given.items() if type(i) is int and i in range(len(tokens))}
     ids = {role: known[key] for role, key in zip(ROLES, IDS) if key in known}
     content = byte_pairs(given, vocab) if kind == 'gpt2' else sentencepiece(given, vocab, tokens, ids)
@@ -77,7 +80,7 @@ def gguf_tokenizer(fields):
 
 def byte_pairs(given, vocab):
     """The tokenizer.json of byte pairs as those of GPT-2, with the rule that the file names."""
-    rule, merges = given.get('pre', 'default'), typed(given, 'merges', list, [])
+    rule, merges = given.get('pre', 'default'), typed(given, 'merges', list)
     if rule not in [*RULES]:
         raise ValueError(f"tokenizer.ggml.pre is {rule!r:.100}, a rule that is not known here: use its Hugging Face "
                          "folder")

@@ -130,8 +130,9 @@ class Files:
     def __init__(self, folder, is_gpt2=False):
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
-            found = ("a file, but no GGUF" if os.path.isfile(folder) else "a folder without a model that can be read "
-                     "(pickles, *.bin, are not)" if os.path.isdir(folder) else "no file and no folder here")
+            found = ("a file, but no GGUF" if os.path.isfile(folder) else "a folder with weights, but no config.json"
+                     if names else "a folder without a model that can be read (pickles, *.bin, are not)"
+                     if os.path.isdir(folder) else "no file and no folder here")
             fetched = "run `make real`, or " if 'data/real/' in folder else ''
             raise ValueError(f"{folder!r} is {found}: {fetched}give {', '.join(GPT2_NAMES)}, a folder with config.json "
                              "and *.safetensors, or with ckpt.pt, a GGUF file, or owner/name of a model on the hub")

@@ -209,7 +209,8 @@ REFUSED = [  # fields and tensors of a llama that are changed, what the line has
     ({'tokenizer.ggml.model': 't5'}, {}, "tokenizer.ggml.model is 't5'"),
     ({'tokenizer.ggml.pre': 'unheard-of' * 999}, {}, "tokenizer.ggml.pre is 'unheard-of"),
     ({'tokenizer.ggml.tokens': [7]}, {}, 'tokenizer.ggml.tokens must be texts'),
-    *[({f'tokenizer.ggml.{key}': 7}, {}, f'{key} must be of type list, not 7') for key in ('tokens', 'token_type')],
+    *[({f'tokenizer.ggml.{key}': value}, {}, f'{key} must be of type list, not {value}') for key, value in (
+        ('tokens', 7), ('token_type', 7), ('merges', None))],
     ({'tokenizer.ggml.model': 'llama', 'tokenizer.ggml.scores': ['x'] * 300}, {}, 'or some that are no floats'),
 ]
 
@@ -297,11 +298,11 @@ def assert_llama_cpp_makes_the_same_ids(path, ours, n, changed=str):
         assert ours.decode(ids[len(ours.begins):]) == text
 
 
-@pytest.mark.parametrize('rule', ['gpt-2', 'smollm', 'starcoder', 'qwen2', 'llama-bpe', 'default', None])
+@pytest.mark.parametrize('rule', ['gpt-2', 'smollm', 'starcoder', 'qwen2', 'llama-bpe', 'smaug-bpe', 'default', None])
 def test_llama_cpp_splits_texts_by_the_same_rules(tmp_path, rule):
     path, tokenizer = tmp_path / 'model.gguf', json_tokenizer(WIDE, 900)
     fields = {'tokenizer.ggml.pre': rule, 'tokenizer.ggml.add_bos_token': None}
-    if rule == 'llama-bpe':  # whose words are tokens also where no merges lead to them
+    if rule in ('llama-bpe', 'smaug-bpe'):  # words of the first one are tokens also where no merges lead to them
         merges = json.loads(tokenizer.json)['model']['merges']
         fields['tokenizer.ggml.merges'] = [' '.join(pair) for pair in merges[:len(merges) // 2]]
     ours = write_with_tokenizer(path, tokenizer, fields)
@@ -311,8 +312,8 @@ def test_llama_cpp_splits_texts_by_the_same_rules(tmp_path, rule):
     assert_llama_cpp_makes_the_same_ids(path, ours, sizes(150, 5000), nfc)
 
 
-@pytest.mark.parametrize('prefix', [True, False])
-def test_llama_cpp_makes_the_same_of_sentencepiece(tmp_path, prefix):
+@pytest.mark.parametrize('prefix, has_ids', [(True, True), (False, True), (True, False)])
+def test_llama_cpp_makes_the_same_of_sentencepiece(tmp_path, prefix, has_ids):
     path = tmp_path / 'model.gguf'
     model = json.loads(sentencepiece_tokenizer(WIDE.replace('<|', '')).json)['model']  # without names of special tokens
     tokens, types = sorted(model['vocab'], key=model['vocab'].get), {'<unk>': 2, '<s>': 3, '</s>': 3}
@@ -321,8 +322,8 @@ def test_llama_cpp_makes_the_same_of_sentencepiece(tmp_path, prefix):
         'tokenizer.ggml.model': 'llama', 'tokenizer.ggml.tokens': tokens,
         'tokenizer.ggml.token_type': [types.get(text, 6 if text.startswith('<0x') else 1) for text in tokens],
         'tokenizer.ggml.scores': [ranks.get(text, -1e6) for text in tokens],
-        'tokenizer.ggml.add_space_prefix': prefix, 'tokenizer.ggml.bos_token_id': 1, 'tokenizer.ggml.eos_token_id': 2,
-        'tokenizer.ggml.unknown_token_id': 0})
+        'tokenizer.ggml.add_space_prefix': prefix, **{
+            f'tokenizer.ggml.{name}_token_id': i for i, name in enumerate(('unknown', 'bos', 'eos')) if has_ids}})
     assert ours.begins == [1] and ours.end_tokens == (2,) and ours.strips == prefix
     assert_llama_cpp_makes_the_same_ids(path, ours, sizes(150, 5000))
     for text in ('a</s>b <s> c', '</s>', '</s></s> x', ' a', '  a', ''):

@@ -116,7 +116,7 @@ def test_the_models_of_the_hub(hf, expected):
      dict(rope_scaling=(32.0, 1.0, 4.0, 131072))),
     (LLAMA_3_2_1B, dict(rope_scaling=dict(LLAMA_3_2_1B['rope_scaling'], rope_type='default', type='llama3')),
      dict(rope_scaling=())),
-    (LLAMA_3_2_1B, dict(pretraining_tp=None, hidden_act='swish'), dict(mlp='swiglu')),
+    (LLAMA_3_2_1B, dict(pretraining_tp=2, is_causal=None, hidden_act='swish'), dict(mlp='swiglu')),
 ])
 def test_each_field(hf, change, expected):
     config = GPTConfig(**config_args(hf | change))
@@ -132,6 +132,7 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
     *[(hf, {key: value}, f'{key} is {value!r}') for hf, key, value in (
         (GPT2, 'activation_function', 'relu'), (GPT2, 'scale_attn_by_inverse_layer_idx', True),
         (GPT2, 'scale_attn_weights', False), (GPT2, 'quantization_config', {'bits': 4}),
+        (QWEN2_05B, 'is_causal', False),
         (STARCODER2_3B, 'hidden_act', 'silu'), (STARCODER2_3B, 'norm_type', 'rms_norm'),
         (STARCODER2_3B, 'mlp_type', 'gated'), (MPT_7B, 'logit_scale', 'inv_sqrt_d_model'),
         (LLAMA_3_2_1B, 'mlp_bias', True), (QWEN3_06B, 'attention_bias', True))],
@@ -364,7 +365,7 @@ BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has t
     (cut('generation_config.json'), 'generation_config.json cannot be read'),
     (written('config.json', '[]'), 'config.json cannot be read (ValueError: it must hold a dict'),
     (written('model.safetensors', 'version https://git-lfs.github.com/spec/v1'), 'cannot be read'),  # a pointer
-    (lambda folder: os.remove(folder / 'config.json'), 'is a folder without a model that can be read (pickles'),
+    (lambda folder: os.remove(folder / 'config.json'), 'is a folder with weights, but no config.json'),
     (lambda folder: os.remove(folder / 'tokenizer.json'), 'hf has no tokenizer.json: these tokens have no text'),
     # what the config alone says is said before weights are read
     (both(cut('model.safetensors'), changed('config.json', hidden_act='gelu')), "config.json: hidden_act is 'gelu'"),
