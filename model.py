@@ -95,8 +95,8 @@ class LayerKVCache(NamedTuple):
         Returns (k, v, key_positions, cache): the keys and values in all slots so far, views of (B, n_kv_head, n,
         head_dim) with n = min(cache_pos + T, n_slots) of the longest sequence; the `KeyPositions` of these keys, or
         None if they are at positions 0, 1, ...; and the tuple with cache_pos + T. Raises ValueError, with nothing
-        written, when they do not fit: more than n_slots in all or, if the model has a window, more than window + 1
-        at once. Any object with this method can be the cache of a layer for `GPT.hidden_states`.
+        written, when they do not fit: more than window + 1 at once, or, if the model has no window, more than n_slots
+        in all. Any object with this method can be the cache of a layer for `GPT.hidden_states`.
         """
         k_cache, v_cache, start = self
         B, n_slots, T, window = k_cache.size(0), k_cache.size(2), k.size(2), positions.config.window

@@ -93,7 +93,7 @@ class Scheduler:
             if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
                 self.pool.cut(s, 0)
         plan = {}
-        for s, n in self.shares(tried).items():  # the oldest first: no sequence preempts an older one
+        for s, n in self.shares(tried).items():  # the oldest first: none preempts an older one of them
             if len(plan) == len(self.running) or not self.make_room(s, n, plan):  # s has given way
                 break
             plan[s] = n
