@@ -333,10 +333,10 @@ def state_beside(folder):
     """
     def read(name):
         return read_downloaded(os.path.join(folder, name))
-    config, special, state = read('tokenizer_config.json'), read('special_tokens_map.json'), {}
-    # transformers reads the older files only where the newer one has no added_tokens_decoder, and then prefers them
+    config, special_tokens_map, state = read('tokenizer_config.json'), read('special_tokens_map.json'), {}
+    # without added_tokens_decoder transformers prefers special_tokens_map.json, and also reads added_tokens.json
     is_older = 'added_tokens_decoder' not in config
-    config = config | special if is_older else special | config
+    config = config | special_tokens_map if is_older else special_tokens_map | config
     named = {name: text_of(token) for name, token in config.items()}
     named = {name: text for name, text in named.items() if name in ROLES and isinstance(text, str)}
     added = config.get('added_tokens_decoder') or {}

@@ -51,7 +51,7 @@ class Engine:
         self.pool.reset()
         self.pool.engine = weakref.ref(self)
         executor.hold(make_layers(model, self.pool.n_slots, f'int{kv_bits}' if kv_bits else executor.type_kv))
-        # executors and drafts hold this list too: when the engine is gone, emptying it frees the keys and values
+        # executors and drafts hold this list too: it is emptied with the engine, which frees the keys and values
         weakref.finalize(self, executor.layers.clear).atexit = False
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))

@@ -276,7 +276,7 @@ def flags(text, **changes):
     dict(tokenizer_config={}, special_tokens_map=dict(eos_token='<|end|>')),
     dict(tokenizer_config=dict(mask_token='<a>', cls_token='<c>', additional_special_tokens=['<|user|>', '<b>'])),
     dict(tokenizer_config=dict(extra_special_tokens=['<x>', '<|end|>'])),
-    # of older folders: the maps come first, and the second one adds tokens
+    # older folders: special_tokens_map.json has precedence, and added_tokens.json adds tokens
     dict(tokenizer_config=dict(eos_token='<pad>'), special_tokens_map=dict(eos_token='<|end|>'),
          added_tokens={'<a>': 302, '<|end|>': 301, '<b>': 300, '<pad>': 3}),
     dict(tokenizer_config=dict(eos_token='<pad>', added_tokens_decoder={}), added_tokens={'<a>': 300},

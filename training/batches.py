@@ -17,7 +17,7 @@ def prepare(folder):
     if os.path.exists(script) and not os.path.exists(token_file(folder, 'train')):
         print(f"{folder} is not prepared yet: running {script}", flush=True)
         if subprocess.run([sys.executable, script]).returncode:
-            raise ValueError(f"{script} failed: its message is above")
+            raise ValueError(f"{script} failed: correct what its message above names, and start again")
 
 
 def vocab_size_of(folder):

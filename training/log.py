@@ -53,7 +53,7 @@ class Log:
         self.path, rows, self.drawn = os.path.join(out_dir, 'log.csv'), [], -math.inf
         path = os.path.join(out_dir, 'log_new.csv') if beside else self.path
         if iter_num and os.path.exists(self.path):
-            # a crash or a damaged file leaves rows without an iter, which are dropped
+            # rows without an iter come from a crash or a damaged file, and are dropped
             with open(self.path, newline='', errors='replace') as f, suppress(csv.Error):
                 for row in csv.DictReader(f):
                     if (row.get('iter') or '').isdecimal() and int(row['iter']) < iter_num:
