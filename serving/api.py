@@ -15,7 +15,6 @@ TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_
          503: 'service_unavailable'}
 TOOLS = "this is for conversations: POST messages to /v1/chat/completions"
 FORM = "response_format or structured_outputs says what form a text has: {\"grammar\": \"...\"} for example"
-TEMPLATE = "if the chat template knows it, give it that: chat_template_kwargs, {\"%s\": %s} for example"
 KEPT = "this server keeps no answers: send the whole conversation as input"
 LENGTHS = 'max_output_tokens', 'max_tokens'  # one of them is the name at an address
 UNSUPPORTED = {  # what asks for something that is not here; a body with several of them is told of the first one here
@@ -33,8 +32,7 @@ UNSUPPORTED = {  # what asks for something that is not here; a body with several
     'best_of': "ask for n samples, with logprobs to compare them, and choose one",
     'use_beam_search': "this server draws samples: ask for n of them, with logprobs to compare them",
     'store': "this server keeps no answers",
-    'reasoning_effort': TEMPLATE % ('reasoning_effort', '"low"'), 'documents': TEMPLATE % ('documents', '[...]'),
-    **dict.fromkeys(['reasoning', 'thinking', 'enable_thinking'], TEMPLATE % ('enable_thinking', 'false')),
+    'documents': "if the chat template reads them, give it that: chat_template_kwargs, {\"documents\": [...]}",
     'chat_template': "the template of the model's own files is used",
     'prompt_logprobs': "echo with logprobs gives those of a prompt",
     'repeat_penalty': "its name is repetition_penalty here",
@@ -47,16 +45,15 @@ IGNORED = {  # they change no token
     'cache_prompt', 'prediction', 'include_reasoning', 'timings_per_token', 'repeat_last_n', 'mirostat_tau',
     'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent', 'service_tier', 'truncation', 'request_id',
     'dry_base', 'dry_allowed_length', 'dry_penalty_last_n', 'dry_sequence_breakers', 'adaptive_decay',
-    'reasoning_format'}
+    'reasoning_format', 'reasoning_effort', 'reasoning', 'thinking', 'enable_thinking'}  # the last ones in completions
 NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
     'response_format': {'type': 'text'}, 'modalities': ['text'],
-    'seed': -1, 'max_tokens': -1, 'max_completion_tokens': -1, 'reasoning_effort': 'none', 'length_penalty': 1,
+    'seed': -1, 'max_tokens': -1, 'max_completion_tokens': -1, 'length_penalty': 1,
     'repeat_penalty': 1, 'typical_p': 1, 'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1,
     'top_n_sigma': -1, 'typ_p': 1, 'adaptive_target': -1, 't_max_predict_ms': -1, 'detokenize': True,
-    'truncate_prompt_tokens': -1, 'logit_bias': [], 'reasoning': {'effort': 'none'}, 'thinking': {'type': 'disabled'},
+    'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
-ASK_WHEN_EMPTY = {'enable_thinking', 'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens',
-                  'guided_json', 'json_schema'}
+ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens', 'guided_json', 'json_schema'}
 
 
 class APIError(Exception):

@@ -344,13 +344,28 @@ ToolChoice = Annotated[Literal['none', 'auto', 'required'] | ToolFields, says(
     'tool_choice should be none, auto, required, or an object with the type function and the name of a tool')]
 
 
+class Reasoning(Lenient):
+    """How OpenAI's responses, and OpenRouter, say reasoning_effort."""
+    effort: str | None = Field(None, max_length=MOST_NAME)
+
+
+class Thinking(Lenient):
+    """How clients of Anthropic, DeepSeek and GLM say enable_thinking."""
+    type: Literal['enabled', 'disabled']
+
+
 class ConversationFields(Strict):
     """How a conversation becomes the text of a prompt."""
     add_generation_prompt: bool | None = Field(None, description="end the prompt where an answer begins; by default "
                                                                  "true, unless a message is continued")
     continue_final_message: bool = Field(False, description="go on with the last message, of the assistant")
     chat_template_kwargs: dict = Field(default_factory=dict, description="more variables of the chat template, "
-                                                                         "enable_thinking for example")
+                                                                         "documents for example")
+    reasoning_effort: str | None = Field(None, max_length=MOST_NAME, description="low for example: the template gets "
+                                         "it, with enable_thinking; none is enable_thinking: false")
+    reasoning: Reasoning = Field(default_factory=Reasoning, description="reasoning_effort, as effort")
+    enable_thinking: bool | None = Field(None, description="given to the template")
+    thinking: Thinking | None = Field(None, description="enable_thinking, as type: enabled or disabled")
     tools: list_of(Tool, max_length=MOST_TOOLS) = Field(default_factory=list, description="that an answer may call")
 
     @property
@@ -362,10 +377,24 @@ class ConversationFields(Strict):
         if reserved := {'self', 'messages', 'tools', 'continue_final_message'} & self.chat_template_kwargs.keys():
             raise invalid('chat_template_kwargs', f"chat_template_kwargs has {', '.join(sorted(reserved))}: leave it "
                           "out, or make it a field of the body")
-        given = dict(continue_final_message=self.continue_final_message)
+        given = self.thinking_variables | self.chat_template_kwargs
+        given |= dict(continue_final_message=self.continue_final_message)
         if self.add_generation_prompt is not None:
             given['add_generation_prompt'] = self.add_generation_prompt
-        return self.chat_template_kwargs | given | (dict(tools=self.tools) if self.tools else {})
+        return given | (dict(tools=self.tools) if self.tools else {})
+
+    @property
+    def thinking_variables(self):
+        """Of the template, by any of the names. A template that reads none of them writes the same prompt."""
+        effort = self.reasoning_effort or self.reasoning.effort
+        given = {} if not effort else {'enable_thinking': effort != 'none'}
+        if effort and effort != 'none':
+            given['reasoning_effort'] = effort
+        if self.thinking is not None:
+            given['enable_thinking'] = self.thinking.type == 'enabled'
+        if self.enable_thinking is not None:
+            given['enable_thinking'] = self.enable_thinking
+        return given
 
 
 class ChatBody(GenerationBody, ConversationFields):

@@ -179,7 +179,7 @@ CHAT_PREFIX = '<|im_start|>user\nHéllo<|im_end|>\n<|im_start|>assistant\n'
 
 def test_variables_of_the_template(model):
     source = TOKENIZER.chat_template.source + (
-        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ reasoning_effort }}")
     tokenizer = chat_tokenizer_with(source)
     said = dict(messages=[dict(role='user', content='Héllo')])
     with chatting(model, tokenizer) as client:
@@ -188,7 +188,14 @@ def test_variables_of_the_template(model):
             assert answer.status_code == 200, answer.text
             return tokenizer.decode(answer.json()['tokens'])
         assert text() == text(chat_template_kwargs=dict(enable_thinking=True)) == CHAT_PREFIX
-        assert text(chat_template_kwargs=dict(enable_thinking=False)) == CHAT_PREFIX + '<think></think>'
+        in_kwargs = dict(chat_template_kwargs=dict(enable_thinking=False))
+        for fields in (in_kwargs, dict(reasoning_effort='none'), dict(reasoning=dict(effort='none')),
+                       dict(enable_thinking=False), dict(thinking=dict(type='disabled'))):
+            assert text(**fields) == CHAT_PREFIX + '<think></think>'
+        low, high = dict(reasoning_effort='low'), dict(reasoning_effort='high')
+        assert text(**low) == text(reasoning=dict(effort='low')) == CHAT_PREFIX + 'low'
+        assert text(chat_template_kwargs=low, **high, enable_thinking=True) == CHAT_PREFIX + 'low'
+        assert text(**low, enable_thinking=False) == CHAT_PREFIX + '<think></think>low'
         off = dict(add_generation_prompt=False)
         assert text(chat_template_kwargs=off) == text(**off) == CHAT_PREFIX.removesuffix('<|im_start|>assistant\n')
 

@@ -65,6 +65,7 @@ for kind in OpenAIChatModel, OpenAIResponsesModel:
         assert agent.run_sync('Who wrote the first program?').output.age
 """, agents=PERSON + """
 import openai
+from openai.types.shared import Reasoning
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 set_tracing_disabled(True)
 called = []
@@ -74,7 +75,7 @@ def look_up(name: Literal['Ada', 'Grace']) -> str:
     return name + ' was born in 1815.'
 served = OpenAIResponsesModel(model, openai.AsyncOpenAI(base_url=url, api_key='-'))
 how = dict(name='historian', instructions='Be brief.', model=served)
-settings = ModelSettings(max_tokens=200, temperature=0)
+settings = ModelSettings(max_tokens=200, temperature=0, reasoning=Reasoning(effort='low', summary='auto'))
 assert Runner.run_sync(Agent(output_type=Person, model_settings=settings, **how), 'Who?').final_output.name
 settings = ModelSettings(max_tokens=200, temperature=0, tool_choice='required', parallel_tool_calls=False)
 agent = Agent(tools=[look_up], model_settings=settings, **how)

@@ -60,12 +60,11 @@ COMPLETIONS = [
     (dict(modalities=['text', 'audio']), 'modalities', 'text only'), (dict(zzzz=1), 'zzzz', 'leave it out'),
     (dict(temprature=0), 'temprature', 'did you mean temperature'), (dict(messages=[{}]), 'messages', 'chat'),
     (dict(prompt_logprobs=0), 'prompt_logprobs', 'echo'),
-    (dict(max_completion_tokens=5), 'max_completion_tokens', 'max_tokens'),
-    (dict(think=1, thinking=True), 'thinking', 'chat_template_kwargs'),
-    (dict(enable_thinking=False), 'enable_thinking', 'chat_template_kwargs')]
+    (dict(max_completion_tokens=5), 'max_completion_tokens', 'max_tokens'),]
 CHATS = [
     (dict(prompt='x'), 'prompt', '/v1/completions'), (dict(guided_json={}), 'guided_json', 'response_format'),
     (dict(max_output_tokens=5), 'max_output_tokens', 'max_tokens here'),
+    (dict(thinking=dict(type='on')), 'thinking.type', "'disabled'"), (dict(documents=[{}]), 'documents', 'kwargs'),
     (dict(function_call='f'), 'function_call', 'tool_choice'),
     (dict(messages=[]), 'messages', 'messages'), (dict(messages='hi'), 'messages', 'messages'),
     (dict(messages=None), 'messages', 'missing'), (dict(top_logprobs=3), 'top_logprobs', 'needs logprobs'),
@@ -105,7 +104,7 @@ RESPONSES = [
     (dict(return_token_ids=True), 'return_token_ids', 'False'),
     (dict(max_tokens=5), 'max_tokens', 'its name is max_output_tokens'),
     (dict(messages=[USER]), 'messages', 'chat/completions'),
-    (dict(reasoning=dict(effort='low')), 'reasoning', 'chat_template_kwargs'), (dict(n=2), 'n', '1'),
+    (dict(reasoning=dict(effort=1)), 'reasoning.effort', 'string'), (dict(n=2), 'n', '1'),
     (dict(input=[]), 'input', 'at least 1'), (dict(input=None), 'input', 'missing'), (dict(input=3), 'input', 'list'),
     (dict(input=[3]), 'input.0', 'an object'),
     (dict(input=[dict(type='item_reference', id='x')]), 'input.0', "send the whole item"),

@@ -64,7 +64,8 @@ def test_a_stream_says_step_by_step_what_the_whole_says(saying, said, fields, ki
     fields = fields | dict(metadata=dict(a='b'), truncation='auto')
     whole = post(client, **fields).json()
     assert whole['metadata'] == dict(a='b') and whole['max_output_tokens'] == fields.get('max_output_tokens')
-    assert post(client, max_completion_tokens=3).json()['max_output_tokens'] == 3
+    other = post(client, max_completion_tokens=3, reasoning=dict(effort='low', summary='auto')).json()
+    assert other['max_output_tokens'] == 3 and other['reasoning'] == dict(effort='low', summary=None)
     assert Response.model_validate(whole).status == status and [item['type'] for item in whole['output']] == kinds
     found = events_of(client, **fields)
     assert [event['type'] for event in found[:2]] == ['response.created', 'response.in_progress']
