@@ -119,10 +119,13 @@ def rotary(hf, args):
     """Heads and rotary positions: rope_theta and rope_scaling, or in newer files rope_parameters."""
     n_kv_head = dict(mistral=8, qwen2=32, qwen3=32, starcoder2=2).get(hf['model_type'], args['n_head'])
     for key in ('rope_parameters', 'rope_scaling'):
-        given, kinds = typed(hf, key, dict, {}), ('default', 'llama3')
+        given, kinds = typed(hf, key, dict, {}), ('default', 'llama3', 'linear', 'dynamic')  # dynamic: past block_size
         expect(given, f'{key}.', rope_type=kinds, type=kinds, partial_rotary_factor=(1.0,))
     values, scaling = hf.get('rope_scaling') or hf.get('rope_parameters') or {}, ()  # as in transformers, not both
-    if values.get('rope_type', values.get('type')) == 'llama3':
+    kind = values.get('rope_type', values.get('type'))
+    if kind == 'linear':  # as Llama 3's pairs that turn less than once within the original length, which is 1
+        scaling = values.get('factor', 0), 1.0, 4.0, 1
+    if kind == 'llama3':
         *factors, original = (values.get(name, 0) for name in LLAMA3)  # 0, which GPTConfig refuses
         scaling = *factors, hf.get(LLAMA3[-1], original) or args['block_size']
     return dict(position='rope', rope_theta=values.get('rope_theta', hf.get('rope_theta', 10000.0)),

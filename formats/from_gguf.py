@@ -133,7 +133,7 @@ class GGUFFile:
         sizes = {name: typed(of, key, int) for name, key in KEYS.items()}
         head_dim = typed(of, 'attention.key_length', int, 0) or sizes['n_embd'] // max(1, sizes['n_head'])
         expect(of, prefix, **{'attention.value_length': (head_dim,), 'rope.dimension_count': (head_dim,),
-                              'attention.causal': (True,), 'rope.scaling.type': ('none',), 'rope.scaling.factor': (1,)})
+                              'attention.causal': (True,), 'rope.scaling.type': ('none', 'linear')})
         n_kv_head, window = (typed(of, f'attention.{key}', int, 0) for key in ('head_count_kv', 'sliding_window'))
         family = 'mistral' if architecture == 'llama' and window else architecture
         if family == 'gpt2':
@@ -149,22 +149,26 @@ class GGUFFile:
         theta, has_bias = typed(of, 'rope.freq_base', float, 10000.0), 'blk.0.attn_output.bias' in self.tensors
         return hf | dict(
             num_key_value_heads=n_kv_head, head_dim=head_dim, rope_theta=theta, intermediate_size=sizes['n_inner'],
-            rope_scaling=self.rope_scaling(head_dim, theta), sliding_window=window or None,
+            rope_scaling=self.rope_scaling(of, head_dim, theta), sliding_window=window or None,
             use_sliding_window=window > 0, max_window_layers=0, rms_norm_eps=eps, norm_epsilon=eps,
             use_bias=has_bias, attention_bias=has_bias, mlp_bias=has_bias)
 
-    def rope_scaling(self, head_dim, theta):
+    def rope_scaling(self, of, head_dim, theta):
         """
-        That of Llama 3, or None. The file only has what each frequency is divided by, the largest number of which is
-        the factor; all models of this kind have 1 and 4 as low_freq_factor and high_freq_factor.
+        One factor for all pairs, that of Llama 3, or None. Of Llama 3's the file only has what each frequency is
+        divided by, the largest number of which is the factor; all models of this kind have 1 and 4 as low_freq_factor
+        and high_freq_factor.
         """
+        factor = typed(of, 'rope.scaling.factor', float, 1.0) if of.get('rope.scaling.type') != 'none' else 1.0
         if FREQUENCIES not in self.tensors:
-            return None
+            return dict(rope_type='linear', factor=factor) if factor != 1 else None
+        if factor != 1:
+            raise ValueError(f"it has both {FREQUENCIES} and rope.scaling.factor {factor:g}: only one of them is read")
         if self.tensors[FREQUENCIES].shape != (head_dim // 2,):
             raise ValueError(f"{FREQUENCIES} has the shape {self.tensors[FREQUENCIES].shape}, but must have a number "
                              f"for each pair of the {head_dim} channels of a head")
         slower, plain = self.numbers(FREQUENCIES, torch.float32), rotary_frequencies(head_dim, theta)
-        for original in (2**k for k in range(4, 21)):
+        for original in (2**k for k in range(21)):
             values = slower.max().item(), 1.0, 4.0, original
             of_values = plain / rotary_frequencies(head_dim, theta, values)
             if torch.allclose(of_values.float(), slower, 1e-5):

@@ -35,6 +35,7 @@ FAMILIES = [  # config, the family of transformers that computes the same
     (UNTIED, 'llama'), (UNTIED | dict(tied=True, bias=True, head_dim=12, n_kv_head=0), 'llama'),
     (LLAMA3 | dict(dropout=0.1), 'llama'),
     (LLAMA3 | dict(tied=False, rope_scaling=(32.0, 1.0, 4.0, 64), head_dim=16), 'llama'),
+    (UNTIED | dict(rope_scaling=(4.0, 1.0, 4.0, 1)), 'llama'),  # all frequencies are divided
     (MISTRAL | dict(rope_scaling=(8.0, 1.0, 4.0, 32)), 'mistral'),
     (MISTRAL | dict(tied=True, head_dim=6, window=23, n_kv_head=1), 'mistral'),
     (UNTIED | dict(n_embd=40, n_head=3, n_kv_head=1, head_dim=16), 'mistral'),  # a llama's n_head divides its n_embd

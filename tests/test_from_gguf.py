@@ -87,6 +87,19 @@ def test_a_window_that_a_file_names(tmp_path, config, architecture):
     assert torch.equal(logits(back, idx), logits(model, idx))
 
 
+@pytest.mark.parametrize('config, architecture', [(UNTIED, 'llama'), (ROPE | dict(gelu='tanh'), 'starcoder2')])
+@pytest.mark.parametrize('kind, expected', [('linear', (4.0, 1.0, 4.0, 1)), (None, (4.0, 1.0, 4.0, 1)), ('none', ())])
+def test_rotary_positions_that_a_file_divides(tmp_path, config, architecture, kind, expected):
+    formats.to_gguf(gpt(**config), tmp_path / 'model.gguf')
+    key = f'{architecture}.rope.scaling.'
+    rewrite(tmp_path / 'model.gguf', {key + 'type': kind, key + 'factor': 4.0})
+    back, theirs, idx = load(tmp_path / 'model.gguf'), llama(tmp_path / 'model.gguf'), torch.randint(128, (1, 24))
+    assert back.config.rope_scaling == expected
+    theirs.eval(idx[0].tolist())
+    ours = logits(back, idx)[0]
+    assert (ours - torch.tensor(theirs.scores[:24])).std() < 2e-3 * ours.std()
+
+
 def with_norms_of_bfloat16(model):
     with torch.no_grad():
         for p in model.parameters():
@@ -187,12 +200,13 @@ REFUSED = [  # fields and tensors of a llama that are changed, what the line has
     ({'general.architecture': 'mamba'}, {}, "general.architecture is 'mamba', but only llama, qwen2, qwen3, gpt2"),
     ({'general.type': 'adapter'}, {}, "general.type is 'adapter'"), ({'split.count': 3}, {}, 'split.count is 3'),
     *[({f'llama.{key}': value}, {}, f'llama.{key} is {value!r}') for key, value in (
-        ('expert_count', 8), ('rope.scaling.type', 'yarn'), ('rope.scaling.factor', 4.0), ('rope.dimension_count', 4),
+        ('expert_count', 8), ('rope.scaling.type', 'yarn'), ('rope.dimension_count', 4),
         ('attention.value_length', 4), ('attention.causal', False), ('logit_scale', 2.0))],
     ({'llama.attention.head_count': [2, 4]}, {}, 'attention.head_count must be of type int, not [2, 4]'),
     ({'llama.block_count': None}, {}, 'block_count must be of type int, not None'),
     ({'llama.block_count': 10**6}, {}, 'n_layer must be a positive integer up to 4,096'),
     ({'llama.block_count': 3}, {}, 'n_layer is 3, but the weights have 2 layers'),
+    ({'llama.rope.scaling.factor': 2.0}, {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'only one of them'),
     ({'llama.rope.freq_base': 'x'}, {}, 'rope.freq_base must be of type float'),
     ({'llama.attention.layer_norm_rms_epsilon': None}, {}, 'norm_eps must be between 1e-37 and 1, not None'),
     ({}, {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'rope_freqs.weight are not those of Llama 3'),

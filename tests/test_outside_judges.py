@@ -46,7 +46,10 @@ def llama_like(seed):
     rope, settings, expected = dict(rope_type='default', rope_theta=theta), {}, dict(tied=tied, head_dim=head_dim)
     if family == 'llama':
         settings = dict(attention_bias=has_bias, mlp_bias=has_bias)
-        if special:  # of the three kinds of frequencies, these have some each
+        if n % 3 == 2:
+            rope |= dict(rope_type='linear', factor=4.0)
+            expected['rope_scaling'] = (4.0, 1.0, 4.0, 1)
+        elif special:  # of the three kinds of frequencies, these have some each
             rope |= dict(rope_type='llama3', factor=rng.choice([4.0, 32.0]), low_freq_factor=1.0, high_freq_factor=4.0,
                          original_max_position_embeddings=32)
             expected['rope_scaling'] = (rope['factor'], 1.0, 4.0, 32)
@@ -54,6 +57,7 @@ def llama_like(seed):
     if family == 'mistral':
         settings = dict(sliding_window=rng.choice([2, 5, 9]) if special else rng.choice([None, 200]))
         expected['window'] = settings['sliding_window'] if special else 0
+        rope |= {} if special else dict(rope_type='dynamic', factor=2.0)  # which is for positions past block_size
     if family == 'qwen2':
         settings = dict(use_sliding_window=special and has_bias, sliding_window=7, max_window_layers=0)
         expected |= dict(window=7 * (special and has_bias), qkv_bias=True)

@@ -140,7 +140,7 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
         ('qk_ln', True), ('clip_qkv', 8.0), ('alibi', False), ('alibi_bias_max', 16), ('softmax_scale', 0.1),
         ('attn_type', 'grouped_query_attention'), ('prefix_lm', True))],
     *[(hf, {key: {name: value}}, f'{key}.{name} is {value!r}') for hf, key, name, value in (
-        (STARCODER2_3B, 'rope_parameters', 'rope_type', 'yarn'), (LLAMA_3_2_1B, 'rope_scaling', 'type', 'linear'),
+        (STARCODER2_3B, 'rope_parameters', 'rope_type', 'yarn'), (LLAMA_3_2_1B, 'rope_scaling', 'type', 'longrope'),
         (STARCODER2_3B, 'rope_parameters', 'partial_rotary_factor', 0.5))],
     (LLAMA_3_2_1B, dict(attention_bias=True), 'mlp_bias is False'),
     (LLAMA_3_2_1B, dict(layer_types=['full_attention', 'sliding_attention'] * 8), '(layer_types)'),
@@ -157,6 +157,7 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
     (MPT_7B, dict(d_model=0), 'n_embd must be a positive integer'),
     (LLAMA_3_2_1B, dict(quantization_config=dict(ignored=[*range(999)])), 'quantization_config is'),
     (LLAMA_3_2_1B, dict(rope_scaling=dict(rope_type='llama3')), 'rope_scaling must be () or (factor,'),
+    (LLAMA_3_2_1B, dict(rope_scaling=dict(type='linear')), 'rope_scaling must be () or (factor,'),
     (LLAMA_3_2_1B, dict(rope_scaling=LLAMA_3_2_1B['rope_scaling'] | dict(factor='32')), 'rope_scaling must be () or'),
     (LLAMA_3_2_1B, dict(rope_theta='500000'), "rope_theta must be at least 1 and at most 1e"),
     (QWEN3_06B, dict(tie_word_embeddings='yes'), "tied must be True or False, not 'yes'"),
