@@ -53,8 +53,9 @@ def autocast(device, dtype):
 
 def trusted_dtype(GPT, GPTConfig, device, dtype):
     """
-    The dtype in which logits on a device are those of the CPU: dtype, or float32 with `positions.MASKED`, and a line on
-    stderr. Only devices of DOUBTED are tried. GPT, GPTConfig: of model.py. ValueError if all logits are wrong.
+    The dtype in which a device computes the CPU's logits: `dtype`, or else float32 with a mask for the causal rule too
+    (`positions.MASKED`), and stderr says so. Only a device of the kind DOUBTED is tried. GPT, GPTConfig: of model.py.
+    ValueError if float32 is wrong too.
     """
     if not device.startswith(DOUBTED):
         return dtype
@@ -99,10 +100,11 @@ def default_peak_flops(device):
     """The highest dense FLOPS of a device by its data sheet: half precision on a GPU, float32 on a CPU; or None."""
     device = torch.device(device)
     if device.type == 'cuda':
-        sheet = {'B200': 2250e12, 'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40': 181e12, 'L4': 121e12,
-                 'A10': 125e12, 'V100': 125e12, 'T4': 65e12, '5090': 210e12, '4090': 165e12, '3090': 71e12}
+        sheet = {'B200': 2250e12, 'H200': 989e12, 'H100': 989e12, 'GH200': 989e12, 'A100': 312e12,
+                 'L40': 181e12, 'L40S': 362e12, 'L4': 121e12, 'A10': 125e12, 'V100': 125e12, 'T4': 65e12,
+                 '5090': 210e12, '4090': 165e12, '3090': 71e12}
         name = torch.cuda.get_device_name(device)
-        return next((flops for model, flops in sheet.items() if model in name), None)
+        return next((flops for model, flops in sheet.items() if re.search(rf'\b{model}\b', name)), None)
     if device.type == 'cpu':  # two fused multiply-adds a cycle, on vectors of 8 or 16 floats, at a typical 2.6 GHz
         flops_per_cycle = {'AVX2': 32, 'AVX512': 64}.get(torch.backends.cpu.get_cpu_capability(), 16)
         return torch.get_num_threads() * 2.6e9 * flops_per_cycle
@@ -152,8 +154,8 @@ def fastest_threads(step, rounds=5, seconds=2.0, limit=1.0):
 
     Every round tries every number once, so that other programs slow all of them down alike. No round begins after
     `seconds`. Torch's own number is kept unless another one is faster by more than a tenth. After a number that takes
-    twice the best time so far, no smaller one is tried. Nothing is tried, and the second is {}, if torch has one thread
-    only, or if a step takes more than `limit` seconds: such a step is large enough for all threads.
+    twice the best time so far, no smaller one is tried. If torch has one thread only, or a step takes more than `limit`
+    seconds and so is large enough for all threads, nothing is tried, and {} is returned for the medians.
     """
     most, times = torch.get_num_threads(), {}
 
@@ -183,7 +185,7 @@ def fastest_threads(step, rounds=5, seconds=2.0, limit=1.0):
 
 def choose_threads(step, before, say):
     """
-    Set the number of CPU threads of a training run, and say how many they are.
+    Set the number of CPU threads of a training run, and say how many they are unless OMP_NUM_THREADS decides.
 
     OMP_NUM_THREADS decides if it is set. Otherwise `before` does, the number of threads of the run that is resumed, or
     None: another number adds in another order and so changes the last bits of the results. Otherwise it is the number

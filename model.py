@@ -268,13 +268,13 @@ class GPT(nn.Module):
         x = t.wte(idx)
         x = t.drop(x + t.wpe(q_pos) if self.config.position == 'learned' else x)
         positions = Positions(self.config, q_pos, x.dtype)
-        layers, kv_cache = kv_cache or [None] * len(t.h), []
-        for block, layer_cache in zip(t.h, layers):
+        old, new = kv_cache or [None] * len(t.h), []
+        for block, layer_cache in zip(t.h, old):
             # no other block reads what the last one computes, so it computes only the position that is asked for
             skip = last_only and idx.size(1) > 1 and block is t.h[-1]
             x, layer_cache = block(x, positions, layer_cache, skip)
-            kv_cache.append(layer_cache)
-        return t.ln_f(x), kv_cache if layer_cache is not None else None
+            new.append(layer_cache)
+        return t.ln_f(x), new if kv_cache else None
 
     def forward(self, idx, targets=None, kv_cache=None, use_cache=None):
         """

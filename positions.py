@@ -113,7 +113,7 @@ class Positions:
 
     def __init__(self, config, q_pos, dtype):
         self.config, self.q_pos, self.dtype = config, q_pos, dtype
-        self.masks = {}  # {(id(key_positions), n_keys): (key_positions, whose id stays in use, and the mask)}
+        self.masks = {}  # {(id(key_positions), n_keys): (key_positions, kept so that no other gets its id, mask)}
         self.in_slots = {}  # {n: the `KeyPositions` of the first n slots}
         if config.position == 'rope':
             self.angles = self.cos_sin(q_pos)

@@ -121,8 +121,8 @@ def print_samples(model, tokenizer, texts, dev):
 
 class Printed:
     """
-    Samples on stdout: the only one token by token, of several each one when it and all before it have ended. To be
-    entered when drawing begins: from there on the time counts, and what is drawn is printed, whatever ends the run.
+    Prints samples on stdout: a single one token by token, several in order, each when it and those before have ended.
+    Enter it when drawing begins: time counts from there, and what was drawn is printed, whatever ends the run.
     """
 
     def __init__(self, model, tokenizer, prompts):
@@ -130,13 +130,13 @@ class Printed:
         self.n = num_samples * len(prompts)
         self.texts = [tokenizer.decode(prompt) for prompt in prompts for _ in range(num_samples)]
         self.streams, self.ended = [TextStream(token_bytes, [end]) for _ in self.texts], [False] * self.n
-        self.live = self.n == 1 and not debug_kv_model.tracing()  # a trace would come in the middle of the text
+        self.streamed = self.n == 1 and not debug_kv_model.tracing()  # a trace would come in the middle of the text
         self.n_drawn = self.n_printed = self.n_begun = 0
 
     def __enter__(self):
-        self.began, quiet = time.perf_counter(), self.live or debug_kv_model.tracing()
+        self.began, quiet = time.perf_counter(), self.streamed or debug_kv_model.tracing()
         self.bar = tqdm(total=self.n * max_new_tokens, unit='tok', disable=True if quiet else None)
-        if self.live:
+        if self.streamed:
             print(self.texts[0], end='', flush=True)
         return self
 
@@ -149,10 +149,10 @@ class Printed:
         self.n_begun = max(self.n_begun, number + 1)
         self.bar.update(n)
         self.ended[number] = ended or stopped
-        if self.live:
+        if self.streamed:
             print(piece, end='', flush=True)
         self.texts[number] += piece
-        while not self.live and self.n_printed < self.n and self.ended[self.n_printed]:
+        while not self.streamed and self.n_printed < self.n and self.ended[self.n_printed]:
             self.print_next()
         return stopped
 
@@ -163,9 +163,9 @@ class Printed:
         self.n_printed += 1
 
     def __exit__(self, *error):
-        if self.live:
+        if self.streamed:
             print(self.streams[0].finish())
-        while not self.live and self.n_printed < (self.n_begun if max_new_tokens else self.n):
+        while not self.streamed and self.n_printed < (self.n_begun if max_new_tokens else self.n):
             self.print_next()
         self.bar.close()
 
@@ -287,7 +287,8 @@ def pool_of(config, n_sequences, n_tokens):
 
 def pool_of_chat(model, dev):
     """A pool for a whole context, or as much of it as half of the free memory holds; it takes memory as it is used."""
-    n_free = free_memory(torch.device(dev)) / 2 / bytes_of_slots(model.config, PAGE_SIZE)
+    n_free = free_memory(torch.device(dev)) / 2 / bytes_of_slots(
+        model.config, PAGE_SIZE, 'int8' if kv_bits else 'float32')
     return default_pool(model.config, max(1, int(min(pages_for(model.config, PAGE_SIZE), n_free))))
 
 

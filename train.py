@@ -140,10 +140,10 @@ def train(config, world_size, rank, stop, log, checkpointer):
     optimizer = make_optimizer(raw_model, dev.split(':')[0], config)
     scaler = torch.amp.GradScaler(dev.split(':')[0], enabled=dt == 'float16')
     amp = devices.autocast(dev, dt)
-    drawn = batch_size, block_size, raw_model.config.vocab_size, dev
+    how = batch_size, block_size, raw_model.config.vocab_size, dev
     kind = Conversations if has_conversations(data_dir) else Batches
-    train_batches = kind(data_dir, 'train', *drawn, seed)
-    eval_batches = {split: kind(data_dir, split, *drawn, seed + 1) for split in ('train', 'val')}
+    train_batches = kind(data_dir, 'train', *how, seed)
+    eval_batches = {split: kind(data_dir, split, *how, seed + 1) for split in ('train', 'val')}
     for split, batches in eval_batches.items():
         if kind is Conversations:
             cut = f"; {batches.n_cut:,} are longer than block_size {block_size}, and cut there" if batches.n_cut else ''
@@ -298,19 +298,19 @@ def build_model(config, data_dir, dev, say):
         model = checkpoints.build(saved, GPT, GPTConfig, dropout=dropout)
     if saved.get('tokenizer'):  # nanoGPT's has none
         tokenizer_state = check_tokenizer(saved['tokenizer'], tokenizer_state, source, data_dir)
-    positions, is_chat = model.config.block_size, has_conversations(data_dir)  # whose rows end anywhere
+    n_positions, is_chat = model.config.block_size, has_conversations(data_dir)  # their rows have any length
     if init_from == 'resume' and not is_chat and config.given.get('block_size') != 'command line':
-        settle(config, 'block_size', positions, source, say, asked=block_size)
-        block_size = positions
-    if positions < block_size:
-        raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: set it to "
-                         f"{positions} or less, or use the config file the model was trained with")
+        settle(config, 'block_size', n_positions, source, say, asked=block_size)
+        block_size = n_positions
+    if n_positions < block_size:
+        raise ValueError(f"block_size {block_size} is more than the {n_positions} positions the model has: set it to "
+                         f"{n_positions} or less, or use the config file the model was trained with")
     if model.config.window and model.config.window + model.config.n_sink >= block_size:
         raise ValueError(f"block_size {block_size} must be more than what the model's tokens see, a window of "
-                         f"{model.config.window} and {model.config.n_sink} sinks: set it to {positions}, for example")
+                         f"{model.config.window} and {model.config.n_sink} sinks: set it to {n_positions}, for example")
     settle_shape(config, model.config, source, say)
-    if block_size < positions and not is_chat:
-        say(f"block_size {block_size}: the model's {positions} positions are cut to that"
+    if block_size < n_positions and not is_chat:
+        say(f"block_size {block_size}: the model's {n_positions} positions are cut to that"
             f"{'' if eval_only else ', also in its checkpoints'}")
         model.crop_block_size(block_size)
     model.train()
@@ -421,7 +421,7 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
         last = micro_step == micro_steps - 1
         with nullcontext() if world_size == 1 or last or parallel == 'fsdp' else model.no_sync():
             with amp:
-                loss = model(x, y)[1] / (n_all / (n_scored[number] * world_size))  # micro_steps where all have as many
+                loss = model(x, y)[1] / (n_all / (n_scored[number] * world_size))  # micro_steps if all score as many
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
     if world_size > 1:

@@ -2,8 +2,8 @@
 Who proposes tokens for `decode.speculative`: the same model with fewer bits, the sequence itself, or another model.
 
 A draft has a `name`; `hold(layers)` and `refresh()`, as executors have them; `propose(batch, k, n_threads)`, which
-returns up to k proposals for each sequence of a batch that decodes, int64 (n, S), as many for each, n = 0 for none; and
-`cost`, the nanoseconds that its first proposals are expected to take more than those after them.
+returns n proposals for each sequence of a batch that decodes, int64 (n, S), n from 0 to k; and `cost`, how many more
+nanoseconds its first proposals are expected to take than later ones.
 """
 import numpy as np
 

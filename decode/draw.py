@@ -33,11 +33,11 @@ class DrawSettings:
     logit of a token that was drawn, once and for each time. repetition_penalty divides the positive logits of all
     tokens of the sequence, and multiplies the negative ones.
     seed: of the noise. stop_ids: tokens that end the sequence, ascending; they are not drawn before min_tokens others.
-    bias_tokens, biases: int64 and float64 (n,), numbers that are added to logits.
+    logit_bias: {token: what is added to its logit}, kept as bias_tokens and biases, int64 and float64 (n,).
     allowed: None, or a bitmap, int64 (vocab_size // 64 + 1,): only tokens t whose bit t % 64 of number t // 64 is 1
     are drawn. Whoever constrains the sequence writes it before each draw, in place.
-    penalised: does it have penalties? If so, from its first draw on: counts, int64 (vocab_size,), how often each token
-    was drawn; in_prompt, uint8 (vocab_size,), 1 for the tokens of the prompt, a list.
+    penalised: does it have penalties? Then it has, from its first draw on: counts, int64 (vocab_size,), how often each
+    token was drawn; in_prompt, uint8 (vocab_size,), 1 for the tokens in `prompt`, a list.
     """
     __slots__ = ('vocab_size', 'values', 'seed', 'stop_ids', 'min_tokens', 'bias_tokens', 'biases', 'penalised',
                  'prompt', 'counts', 'in_prompt', 'n_counted', 'allowed')

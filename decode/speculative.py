@@ -71,7 +71,7 @@ class Drafting:
                 return self.round(batch, k, pace)
         began = time.perf_counter_ns()
         outputs = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)) if pace.k else batch)
-        pace.record_plain(time.perf_counter_ns() - began, max(len(of_one.tokens) for of_one in outputs))
+        pace.record_plain(time.perf_counter_ns() - began, max(len(output.tokens) for output in outputs))
         return outputs
 
     def round(self, batch, k, pace):
@@ -87,7 +87,7 @@ class Drafting:
         except (NotNumbers, Refused):  # also of a proposal that the model would not have drawn
             outputs = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)))
             proposals, drafted, ended = [], began, False
-        n_drawn = sum(len(of_one.tokens) for of_one in outputs) / len(outputs)
+        n_drawn = sum(len(output.tokens) for output in outputs) / len(outputs)
         pace.record_round(len(proposals), n_drawn, drafted - began, time.perf_counter_ns() - drafted, ended)
         return outputs
 
@@ -101,9 +101,9 @@ class Drafting:
         positions = (batch.positions[:, None] + np.arange(n)).ravel()
         logits = target.logits_of(batch, chunk, positions, [n] * S, np.arange(S * n), way).view(S, n, -1)
         drawn = target.draws.draw(batch.sequences, logits, proposals)
-        ended = any(of_one[-1] in s.settings.stop_ids for s, of_one in zip(batch.sequences, drawn))
-        return [SequenceOutput(of_one, rows[:len(of_one)] if kept else None)
-                for of_one, rows, kept in zip(drawn, logits, batch.logprobs)], ended
+        ended = any(tokens[-1] in s.settings.stop_ids for s, tokens in zip(batch.sequences, drawn))
+        return [SequenceOutput(tokens, rows[:len(tokens)] if kept else None)
+                for tokens, rows, kept in zip(drawn, logits, batch.logprobs)], ended
 
 
 class Pace:

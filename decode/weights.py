@@ -138,7 +138,7 @@ def input_squares(model):
     return [x.square().mean(dim=0) for x in found]
 
 
-def quantise(w):
+def quantise_int8(w):
     """
     int8 weights: w (rows, K) -> (whole (rows, K) in -127 ... 127 as float32, scale (rows, K / GROUP), bfloat16 numbers
     as float32), w = whole * scale of its group.
@@ -184,7 +184,7 @@ def in_sheets(w, n):
 
 
 def pack_int8(out, whole, scale):
-    """out (1-D, uint8) = what `quantise` returns of (rows, K), in int8 sheets, see linears.py."""
+    """out (1-D, uint8) = what `quantise_int8` returns of (rows, K), in int8 sheets, see linears.py."""
     n, n_groups = SHEET * LANES, scale.size(1)
     groups = out.view(-1, n_groups, n * (2 + GROUP))
     scales = scale.bfloat16().view(-1, n, n_groups, 1).transpose(1, 2)
@@ -312,7 +312,7 @@ class PackedWeights:
 
         def fill(first_and_part):
             first, part = first_and_part
-            whole, scale = quantise(part)
+            whole, scale = quantise_int8(part)
             rounded = (whole.unflatten(1, (-1, GROUP)) * scale[..., None]).flatten(1)
             rest, size = (torch.linalg.vector_norm(v, dim=1, dtype=torch.float64) for v in (part - rounded, part))
             errors[first:first + len(part)] = rest * (1 + 1e-6)
@@ -341,6 +341,6 @@ class PackedWeights:
                 sheets = in_sheets(part, 1) if self.weights == 'float32' else in_sheets(part.bfloat16(), 2)
                 out.view(sheets.dtype).view(sheets.shape).copy_(sheets)
             elif self.weights == 'int8':
-                pack_int8(out, *quantise(part))
+                pack_int8(out, *quantise_int8(part))
             else:
                 pack_int4(out, part, squares)

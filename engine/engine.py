@@ -47,10 +47,12 @@ class Engine:
         if kv_bits not in (0, 8):
             raise ValueError(f"kv_bits must be 0 or 8, not {kv_bits!r}")
         executor = executor or EagerExecutor(model)
-        self.model, self.executor, self.pool = model, executor, pool or default_pool(model.config)
+        type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
+        self.model, self.executor = model, executor
+        self.pool = pool or default_pool(model.config, type_kv=type_kv)
         self.pool.reset()
         self.pool.engine = weakref.ref(self)
-        executor.hold(make_layers(model, self.pool.n_slots, f'int{kv_bits}' if kv_bits else executor.type_kv))
+        executor.hold(make_layers(model, self.pool.n_slots, type_kv))
         # executors and drafts hold this list too: it is emptied with the engine, which frees the keys and values
         weakref.finalize(self, executor.layers.clear).atexit = False
         self.layers = executor.layers
@@ -84,17 +86,17 @@ class Engine:
             raise ValueError(f"salt must be a text, not {salt!r}")
         for name, count, least in (('max_new_tokens', max_new_tokens, 0), ('n', n, 1), ('n_keep', n_keep, 0),
                                    ('keep', 1 if keep is None else keep, 1), ('logits_from', logits_from, 0),
-                                   ('most_ahead', most_ahead, 1)):
+                                   ('most_ahead', most_ahead, 1), ('min_tokens', min_tokens, 0)):
             if type(count) is not int or count < least:
                 raise ValueError(f"{name} must be an integer from {least} on, not {count!r}")
-        n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
+        n_keep, keep = context_of(c, when_full, keep, n_keep, len(prompt))
         if prompt_logits and len(prompt) > c.max_positions:
             raise ValueError(f"prompt_logits=True is for a prompt of at most {c.max_positions} tokens, not "
                              f"{len(prompt)}")
         self.check_room(prompt, max_new_tokens)
         settings = DrawSettings(c.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **values)
         sequences = [
-            Sequence(prompt, settings.with_seed(seed + i) if i else settings, max_new_tokens, c.max_positions, n_kept,
+            Sequence(prompt, settings.with_seed(seed + i) if i else settings, max_new_tokens, c.max_positions, n_keep,
                      keep, salt, prompt_logits and not i, logprobs, most_ahead, logits_from)
             for i in range(n)]
         for s in sequences if constraint else ():
@@ -154,20 +156,20 @@ class Engine:
             outputs = self.executor.execute_model(batch)
         except Exception as error:
             return self.recover(batch, error)
-        results, self.n_steps = [], self.n_steps + max(1, *[len(of_s.tokens) for of_s in outputs])
-        for s, count, of_s in zip(batch.sequences, batch.counts, outputs):
-            of_s.first = s.n_computed
-            s.extend(of_s.tokens)
-            n = count + max(0, len(of_s.tokens) - 1)  # the token that was drawn last is not computed yet
+        results, self.n_steps = [], self.n_steps + max(1, *[len(output.tokens) for output in outputs])
+        for s, count, output in zip(batch.sequences, batch.counts, outputs):
+            output.first = s.n_computed
+            s.extend(output.tokens)
+            n = count + max(0, len(output.tokens) - 1)  # the token that was drawn last is not computed yet
             self.pool.computed(s, n)
             self.n_computed += n
             if len(s.tokens) == s.n_end and s.n_computed >= s.length - 1:
                 s.ended = s.ended or 'length'  # of a prompt that is only to be computed
             if s.ended:
                 self.scheduler.remove(s)
-            elif of_s.tokens:
+            elif output.tokens:
                 self.scheduler.settle(s)
-            results.append((s, of_s))
+            results.append((s, output))
         return results
 
     def constrain(self):

@@ -94,7 +94,7 @@ class Scheduler:
                 self.pool.cut(s, 0)
         plan = {}
         for s, n in self.shares(tried).items():  # the oldest first: none preempts an older one of them
-            if len(plan) == len(self.running) or not self.make_room(s, n, plan):  # s has given way
+            if len(plan) == len(self.running) or not self.make_room(s, n, plan):  # s gave way before, or now
                 break
             plan[s] = n
         return self.batch_of([*plan.items()], until, return_soon) if plan else None

@@ -34,9 +34,9 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
     of the weights; None keeps that of the files, see `common_dtype`, and for a GGUF file's rounded numbers is float32.
     Weights that are the same here and in a folder are not copied: they stay memory-mapped, and are read when they are
     first used.
-    lazy: matrices are on the device meta, and their `read()` reads them; but for embeddings, unless they are lm_head
-    too and a GGUF file's rounded numbers. Embeddings of such numbers are bfloat16. So a model that is packed is at no
-    moment in memory as a whole.
+    lazy: matrices are on the device meta, and their `read()` reads them, so that a model that is packed is never in
+    memory as a whole. Embeddings are read at once, a GGUF file's rounded ones as bfloat16; rounded ones that are
+    lm_head too are matrices like the others, unless positions are learned.
     ValueError, in one line, if there is no such model, it cannot be read, or a GPT here cannot represent what it has.
     """
     if set(override_args) - {'dropout'}:

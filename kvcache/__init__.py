@@ -22,7 +22,7 @@ A pool is what the engine's scheduler asks for slots; one thread owns it. See `p
     n_pages                         pages; of cells, those of one stream
     n_slots                         slots in all
     n_free                          pages that no sequence has
-    most_sequences, window          the most that run at a time; of the model
+    most_sequences, window          how many may run at a time; the model's window, or 0
     engine                          a weak reference to the engine that has the pool: the engine sets it
 """
 from kvcache.pages import PagePool, pages_for

@@ -159,7 +159,7 @@ class PagePool:
         if not self.window:
             return []
         table, (sinks, recent), numbers = sequence.table, self.seen(sequence.n_computed), []
-        own = sequence.n_computed // self.page_size  # of the next token; it and those after it are for later tokens
+        own = sequence.n_computed // self.page_size  # the page of the next token: it and all after it stay
         for i in range(min(len(table), recent.start, own) - 1, sinks.stop - 1, -1):
             if table[i] is None:  # and so are all before it
                 break

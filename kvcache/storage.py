@@ -18,7 +18,7 @@ import torch
 BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8}
 KV_GROUP = 32  # numbers that share a scale in `SlotArray`, as in llama.cpp's Q8_0; fewer in narrow heads
 SMALLEST_SCALE = 1e-30
-ALWAYS_FREE = 2**27  # bytes; whether there are so many is not asked, which would take 0.05 ms
+ALWAYS_FREE = 2**27  # bytes; for fewer, free memory is not looked up, which takes 0.05 ms
 CONTROL_GROUP = Path('/sys/fs/cgroup')  # of a container, on Linux
 
 
@@ -191,7 +191,7 @@ class Layer:
 
 
 def free_memory(device):
-    """Bytes that can still be had on a device, of the machine or of the control group; inf where no system says it."""
+    """Free bytes of a device: on a CPU the machine's, or its control group's if fewer; inf where no system says it."""
     if device.type == 'cuda':
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

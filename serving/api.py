@@ -53,6 +53,7 @@ NOTHING = {  # the values with which a field asks for nothing, besides 0, false 
     'top_n_sigma': -1, 'typ_p': 1, 'adaptive_target': -1, 't_max_predict_ms': -1, 'detokenize': True,
     'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
+ASK_NOTHING_WHEN_EMPTY = {'reasoning_effort', 'reasoning', 'thinking'}  # of the fields that there are
 ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens', 'guided_json', 'json_schema'}
 
 
@@ -116,6 +117,7 @@ def asked_for(fields, known):
     empty = {name for name, value in fields.items()
              if not value or type(value) is dict and all(part is None for part in value.values())}
     left_out |= {name for name in empty - known - ASK_WHEN_EMPTY if not near(name, known, 0.85)}
+    left_out |= empty & ASK_NOTHING_WHEN_EMPTY
     if fields.get('best_of') == fields.get('n', 1):
         left_out.add('best_of')
     if 'none' in choices or 'auto' in choices and not (functions - left_out) & fields.keys():

@@ -47,8 +47,8 @@ class Constraint:
     Which tokens of a sample may come next. beginning: llguidance's matcher after no token. ends: the tokens that end
     the sample, allowed where the text may end; the draw takes them only after min_tokens others.
 
-    allowed: a bitmap, see `decode.draw.DrawSettings`, after so many drawn tokens of the sample: n_taken, or None where
-    it is not written yet. is_complete: may nothing follow? error: None, or why the text cannot go on: a `DeadEnd` where
+    allowed: a bitmap, see `decode.draw.DrawSettings`, of the token after the first n_taken drawn ones; n_taken is None
+    until it is written. is_complete: may nothing follow? error: None, or why the text cannot go on: a `DeadEnd` where
     the vocabulary lacks what must follow, or the form is too much for the library; a RuntimeError where a token came
     that was not allowed.
     """

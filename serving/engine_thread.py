@@ -26,7 +26,7 @@ class QueueFull(Exception):
     """Too many requests are waiting: try again later."""
 
 
-class Live:
+class OpenRequest:
     """
     A request that has not ended. sequences: its own, empty before it begins. going: the numbers of its samples that go
     on. begun: was anything of it delivered? outputs: what is not delivered yet; delivered: when the last ones were.
@@ -45,7 +45,7 @@ class Live:
 
 
 class Sample:
-    """The owner of a sequence: sample number `index` of a `Live`. stream: a `TextStream`."""
+    """The owner of a sequence: sample number `index` of an `OpenRequest`. stream: a `TextStream`."""
 
     def __init__(self, live, index, stream):
         self.live, self.index, self.stream, self.first_time = live, index, stream, None
@@ -70,7 +70,7 @@ class EngineThread:
         self.special_ids = {self.all_texts[token]: token for token in special_ids if token < self.vocab_size}
         self.stats = Stats(engine, bytes_of)
         self.max_queue, self.is_drafted = max_queue, hasattr(engine.executor, 'draft')
-        self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: Live}
+        self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: OpenRequest}
         self.draining = self.stopping = self.dead = False
         self.thread, self.looked_at = None, float('-inf')
         self.take_snapshot()
@@ -93,7 +93,7 @@ class EngineThread:
             if n_queued + n > self.max_queue:
                 raise QueueFull(f"{n_queued:,} samples are waiting, this request has {n:,}, and at most "
                                 f"{self.max_queue:,} may wait: try again later")
-            new = {request.id: Live(request) for request in requests}
+            new = {request.id: OpenRequest(request) for request in requests}
             self.live |= new
             self.ask_for([(self.begin, live) for live in new.values()])
 
@@ -119,7 +119,7 @@ class EngineThread:
         self.thread.join()
 
     def ask_for(self, operations):
-        """Have the thread call functions before its next call: (function, `Live`, more arguments). The lock is held."""
+        """Have the thread call this before its next call: (function, `OpenRequest`, arguments). The lock is held."""
         self.inbox.extend(operations)
         self.engine.return_soon[0] = 1
         self.condition.notify_all()
@@ -258,7 +258,7 @@ class EngineThread:
         outputs, live.outputs, live.delivered = live.outputs, [], time.monotonic()
         if not live.begun:
             live.begun, first = True, live.sequences[0] if live.sequences else None
-            if first and (first.n_found is not None or first.n_prompt == 1):  # of one token nothing is computed
+            if first and (first.n_found is not None or first.n_prompt == 1):  # it ran, or had nothing to compute
                 if outputs[0].token_ids:
                     self.stats.first_token.observe(time.monotonic() - live.time)
                 of_prompt = [None, *live.prompt_logprobs] if live.request.prompt_logprobs else None

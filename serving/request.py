@@ -74,9 +74,9 @@ class Output(NamedTuple):
     error: Exception | None = None
 
 
-def chunk_interval(n_streams):
+def chunk_interval(n_requests):
     """
-    Seconds between two chunks of a stream, if there are n_streams streams. The engine delivers tokens as often as the
-    server writes chunks.
+    Seconds between two chunks of a stream while there are so many requests, streamed or not. The engine delivers tokens
+    as often as the server writes chunks.
     """
-    return min(max(SHORTEST, n_streams / CHUNKS), LONGEST)
+    return min(max(SHORTEST, n_requests / CHUNKS), LONGEST)

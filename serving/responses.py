@@ -102,7 +102,7 @@ def renamed(error):
     return error
 
 
-class Response(ChatCompletion):
+class ModelResponse(ChatCompletion):
     """
     The answer to a `ResponseBody`. items: of its output, as they are so far; text: the part of the last one, while it
     is a message to which more text may come. logprobs: of tokens whose text has not come yet. events: the bytes of

@@ -36,8 +36,7 @@ from serving.connection import IDLE, Connection
 from serving.engine_thread import QueueFull
 from serving.openapi import Endpoint, openapi
 from serving.request import Output
-from serving.responses import Response as ModelResponse
-from serving.responses import ResponseBody, renamed
+from serving.responses import ModelResponse, ResponseBody, renamed
 from serving.served import requests_of
 
 FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
@@ -48,7 +47,7 @@ PATIENCE, MOST_WAITING = 10, 512  # seconds that a request may wait for a thread
 LOCAL = '127.0.0.1', '::1', '::ffff:127.0.0.1'  # addresses of a client on this machine
 THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
-BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
+BACKLOG, ACCEPTED = 2048, 4  # connections that wait in the system; that are accepted in a row
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 # files whose names have their versions
 VENDORED = [f'/vendor/{name}' for name in sorted(os.listdir(f'{FOLDER}/vendor')) if name.endswith('.js')]
@@ -361,7 +360,7 @@ async def cache(service, request):
     service.check_loaded()
     state, local = service.thread.state(), request.client is not None and request.client.host in LOCAL
     proxied = any(name.startswith(('forwarded', 'via', 'x-real-ip', 'x-forwarded')) for name in request.headers)
-    strange = not is_own_page(request) and request.headers['origin'] not in service.origins  # which * lets in
+    strange = not is_own_page(request) and request.headers['origin'] not in service.origins  # * let it in
     if not service.api_key and (strange or proxied or not local):  # texts of prompts need the key or this machine
         state = state | {'blocks': [block | {'text': ''} for block in state['blocks']]}
     return JSON(state, headers={'cache-control': 'no-store'})
@@ -408,7 +407,7 @@ class Process(uvicorn.Server):
     async def startup(self, sockets=None):
         self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        sockets[0].listen(BACKLOG)  # asyncio has set it to ACCEPTED, which it accepts before it makes any connection
+        sockets[0].listen(BACKLOG)  # asyncio has set it to ACCEPTED, which is also how many it accepts in a row
 
     async def on_tick(self, counter):
         thread, error = self.service.thread, self.service.error

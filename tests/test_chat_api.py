@@ -70,7 +70,7 @@ def test_a_conversation_of_ten_turns_on_a_pool_that_just_holds_it():
 def test_the_openai_client_streams_and_scores_what_it_gets_at_once(client, model, monkeypatch):
     openai = pytest.importorskip('openai', reason="openai is not installed")
     for module in ('engine_thread', 'answer'):  # so that an answer comes in many chunks
-        monkeypatch.setattr(f'serving.{module}.chunk_interval', lambda n_streams: 0)
+        monkeypatch.setattr(f'serving.{module}.chunk_interval', lambda n_requests: 0)
     with openai.OpenAI(base_url=f'{client.base_url}/v1', api_key='-', max_retries=0) as ours:
         create = ours.chat.completions.create
         parts = [dict(type='text', text='Héllo'), dict(type='text', text='wörld')]
@@ -153,7 +153,7 @@ def test_the_last_message_is_continued_where_asked(client, model):
 def test_samples_begin_in_their_order_whichever_has_a_text_first(client, monkeypatch):
     """`stream` of the openai client expects that. The first sample waits for what may become its stop string."""
     for module in ('engine_thread', 'answer'):
-        monkeypatch.setattr(f'serving.{module}.chunk_interval', lambda n_streams: 0)
+        monkeypatch.setattr(f'serving.{module}.chunk_interval', lambda n_requests: 0)
     how = dict(model='chat', messages=[dict(role='user', content='Héllo')], n=2, max_tokens=12, temperature=1.5)
     whole = [client.post('/v1/chat/completions', json=how | dict(seed=seed)).json() for seed in range(9)]
     texts = {seed: [choice['message']['content'] for choice in one['choices']] for seed, one in enumerate(whole)}
@@ -188,6 +188,7 @@ def test_variables_of_the_template(model):
             assert answer.status_code == 200, answer.text
             return tokenizer.decode(answer.json()['tokens'])
         assert text() == text(chat_template_kwargs=dict(enable_thinking=True)) == CHAT_PREFIX
+        assert text(thinking={}, reasoning='', reasoning_effort=False) == CHAT_PREFIX
         in_kwargs = dict(chat_template_kwargs=dict(enable_thinking=False))
         for fields in (in_kwargs, dict(reasoning_effort='none'), dict(reasoning=dict(effort='none')),
                        dict(enable_thinking=False), dict(thinking=dict(type='disabled'))):

@@ -308,6 +308,8 @@ def test_a_folder_with_a_tokenizer_json_has_its_vocabulary(tmp_path):
     os.remove(tmp_path / 'tokenizer.json')
     (tmp_path / 'meta.json').write_text('{}')
     assert vocab_size_of(str(tmp_path)) == 50304  # as without a meta.json: GPT-2's
+    (tmp_path / 'meta.json').write_text('{"kind": "gpt2", "vocab_size": 60000}')
+    assert vocab_size_of(str(tmp_path)) == 60000
     (tmp_path / 'meta.json').write_text('{"vocab_size": 70000, "dtype": "uint32"}')  # ids without a text
     assert vocab_size_of(str(tmp_path)) == 70000
     (tmp_path / 'meta.json').write_text('{}')

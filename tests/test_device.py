@@ -141,11 +141,15 @@ def test_a_device_whose_attention_is_wrong(monkeypatch, capsys, attention, asked
     assert device.trusted_dtype(None, None, 'cpu', asked) == asked  # of others nothing is tried
 
 
-def test_flops_of_a_device(threads):
+def test_flops_of_a_device(threads, monkeypatch):
     four = device.default_peak_flops('cpu')
     torch.set_num_threads(2)
     assert four == 2 * device.default_peak_flops(torch.device('cpu')) > 1e10
     assert device.default_peak_flops('meta') is None
+    sheet = {'NVIDIA A100-SXM4-40GB': 312e12, 'NVIDIA L40S': 362e12, 'NVIDIA RTX A1000 Laptop GPU': None}
+    for name, flops in sheet.items():
+        monkeypatch.setattr('torch.cuda.get_device_name', lambda _, name=name: name)
+        assert device.default_peak_flops('cuda') == flops
 
 
 WAITS = """

@@ -280,6 +280,14 @@ def test_another_thread_and_a_forked_child_are_told_so():
     process.join()
 
 
+@pytest.mark.parametrize('kv_bits', [0, 8])
+def test_a_pool_by_default_is_no_larger_than_its_bytes(monkeypatch, kv_bits):
+    monkeypatch.setattr('engine.engine.POOL_BYTES', 2**18)
+    model = model_of('learned', block_size=8192).double()
+    engine = Engine(model, EagerExecutor(model), kv_bits=kv_bits)
+    assert 0.9 * 2**18 < sum(tensor.nbytes for layer in engine.layers for tensor in layer.tensors()) <= 2**18
+
+
 @pytest.mark.parametrize('wrong, words', [
     (dict(prompt=[]), 'at least one token'), (dict(prompt=[29]), 'vocabulary of 29'), (dict(prompt=[-1]), 'vocabulary'),
     (dict(prompt=['a']), 'list of'), (dict(prompt=[[1], [2, 3]]), 'list of'), (dict(prompt=[1.5]), 'list of'),
@@ -289,6 +297,7 @@ def test_another_thread_and_a_forked_child_are_told_so():
     (dict(when_full='shift', keep=7.5), 'keep must be an integer'), (dict(when_full='shift', keep=0), 'from 1'),
     (dict(when_full='shift', n_keep=1.5), 'n_keep must be an integer'), (dict(n_keep=-1), 'n_keep must be an integer'),
     (dict(salt=[1]), 'salt must be a text'), (dict(most_ahead=None), 'most_ahead must be an integer from 1 on'),
+    (dict(min_tokens='2'), 'min_tokens must be an integer from 0 on'),
     (dict(logits_from='x'), 'logits_from must be'), (dict(logit_bias={3: math.nan}), 'a bias must be a number'),
     (dict(prompt=[1] * 33, max_new_tokens=1, prompt_logits=True), 'a prompt of at most 32 tokens, not 33')])
 def test_what_makes_no_sense_is_refused(wrong, words):

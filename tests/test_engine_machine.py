@@ -170,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.thread = thread_of(self.model, self.executor, BYTES, (EOS,), n_pages, page_size, budget, pool=pool)
         self.engine, self.pool = self.thread.engine, self.thread.engine.pool
         self.executor.pool = None if cells else self.pool
-        engine_thread.chunk_interval = lambda n_streams: 1e9  # nothing depends on time
+        engine_thread.chunk_interval = lambda n_requests: 1e9  # nothing depends on time
 
     @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14), max_tokens=st.integers(0, 12),
           n=st.sampled_from([1, 1, 1, 2, 3, 7]), seed=st.integers(0, 3), bad=st.sampled_from([False] * 9 + [True]),
@@ -231,7 +231,7 @@ class EngineMachine(RuleBasedStateMachine):
     def change_whether_steps_repeat(self):
         """A call makes as many steps as it can, or one."""
         length = 0 if engine_thread.chunk_interval(1) else 1e9
-        engine_thread.chunk_interval = lambda n_streams: length
+        engine_thread.chunk_interval = lambda n_requests: length
 
     @precondition(lambda self: hasattr(self, 'engine'))
     @invariant()

@@ -94,7 +94,7 @@ def test_a_soak_gives_each_what_it_gets_alone():
 
 def test_an_abort_and_a_stop_end_steps_that_would_repeat(served, monkeypatch):
     """An id can be that of a later request. A stop aborts what has not ended."""
-    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
+    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_requests: 1e9)
     thread, executor = served
     client = ask(thread, 'a', max_tokens=20)
     for _ in range(3):  # the prompt, and two steps of the call after it
@@ -172,7 +172,7 @@ def test_what_a_text_raises_ends_its_request_alone():
 
 def test_the_state_shows_the_pool(served, monkeypatch):
     thread, executor = served
-    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 0)  # a call has one step
+    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_requests: 0)  # a call has one step
     two = submit(thread, 'two', [*range(6)], 9, n=2)
     executor.wait()
     for n in range(3):  # the prompt but for its last token, and the first two tokens of each
@@ -221,7 +221,7 @@ def test_what_a_call_of_several_steps_gives_is_delivered_together(monkeypatch):
     """It is what single steps give, and what rounds with drafts give, with few pages too."""
     seen, counted, counts = [], [], []
     for length, draft, n_pages in ((0, False, 80), (1e9, False, 80), (1e9, True, 80), (1e9, False, 16)):
-        monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams, length=length: length)
+        monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_requests, length=length: length)
         thread, model = tiny(n_pages=n_pages)
         if draft:
             executor, _ = drafting(model, AnyDraft())
@@ -241,7 +241,7 @@ def test_what_a_call_of_several_steps_gives_is_delivered_together(monkeypatch):
 
 def test_rounds_of_drafts_are_delivered_together(monkeypatch):
     """The first one and the last one at once, those between when half of a pause is over."""
-    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
+    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_requests: 1e9)
     model = model_of('learned')
     plain, drafted = thread_of(model, CPUExecutor(model, threads=1)), thread_of(model, drafting(model, AnyDraft())[0])
     for seed in range(5):
@@ -256,7 +256,7 @@ def test_rounds_of_drafts_are_delivered_together(monkeypatch):
 
 
 def test_a_stop_string_costs_few_tokens_behind_it(monkeypatch):
-    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
+    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_requests: 1e9)
     thread, _ = tiny(n_pages=40)
     text = finished(thread, 'a', [3, 1], 60).text[0]
     for n in range(4, 40, sizes(7, 1)):

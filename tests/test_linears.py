@@ -35,7 +35,7 @@ from decode.kernel.pointers import floats_at, longs_at
 from decode.kernel.step import packed_linears, thread_scratch
 from decode.kernel.threads import LINE, aligned
 from decode.tables import scratch_of
-from decode.weights import PackedWeights, padded, quantise, quantise_int4
+from decode.weights import PackedWeights, padded, quantise_int4, quantise_int8
 from model import GPT, GPTConfig
 
 # outputs and inputs of linears: one panel, a sheet that is not full, several sheets, parts of K, and claimed parts
@@ -216,10 +216,10 @@ def test_a_row_has_the_same_bits_alone_and_among_others_and_what_is_not_finite_i
 
 
 def dequantised(w, bits, squares=None):
-    """What `quantise` and `quantise_int4` make of weights (rows, K), in float64; squares: (K,), of the inputs."""
+    """What `quantise_int8` and `quantise_int4` make of weights (rows, K), in float64; squares: (K,), of the inputs."""
     padding = 0, -w.size(1) % GROUP
     of_w = [] if bits == 8 or squares is None else [F.pad(squares, padding)]
-    whole, scale, *low = (v.double() for v in (quantise if bits == 8 else quantise_int4)(F.pad(w, padding), *of_w))
+    whole, scale, *low = (v.double() for v in (quantise_int8 if bits == 8 else quantise_int4)(F.pad(w, padding), *of_w))
     scale, *low = (v.repeat_interleave(whole.size(1) // scale.size(1), 1) for v in (scale, *low))
     return (sum(low) + whole * scale)[:, :w.size(1)]
 
@@ -234,7 +234,7 @@ def test_what_was_rounded_is_packed(bits):
 def test_int8_rounds_to_the_nearest():
     w = torch.randn(40, 64) * torch.logspace(-6, 3, 40)[:, None]
     w[3] = 0
-    whole, scale = quantise(w)
+    whole, scale = quantise_int8(w)
     assert 126 <= whole.abs().max() <= 127 and torch.equal(whole, whole.round())
     assert torch.equal(scale, scale.bfloat16().float())
     scale = scale.repeat_interleave(GROUP, 1)

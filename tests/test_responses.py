@@ -16,8 +16,7 @@ from test_tools import CALLS, TOOLS, USER, saying, written  # noqa: F401
 from serving import answer
 from serving.constraints import DeadEnd
 from serving.request import Logprobs, Output
-from serving.responses import Response as OurResponse
-from serving.responses import ResponseBody
+from serving.responses import ModelResponse, ResponseBody
 from serving.served import requests_of
 
 FLAT = [dict(type='function', **tool['function']) for tool in TOOLS]
@@ -92,7 +91,7 @@ def test_log_probabilities_come_of_tokens_without_text_too(stream, monkeypatch):
     served = served_chat(CHAT)
     body = ResponseBody.model_validate(dict(input='Hi', top_logprobs=0, stream=stream, include=[
         'message.output_text.logprobs']))
-    made, data = OurResponse('x', body, served, requests_of(body, served, 'x', print)), b''
+    made, data = ModelResponse('x', body, served, requests_of(body, served, 'x', print)), b''
     for token, (text, reason) in enumerate([('a', None), ('', None), ('€', None), ('', 'stop')]):
         made.add(0, [Output(0, [token], text, [Logprobs(-1. * token, [])], reason)])
         assert not made.is_large

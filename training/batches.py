@@ -22,10 +22,9 @@ def prepare(folder):
 
 def vocab_size_of(folder):
     """The vocabulary of a model for a data folder: that of its tokens, or GPT-2's, 50,304. ValueError without one."""
-    state = tokenizers.state_of_dataset(folder)
+    state, size = tokenizers.state_of_dataset(folder), tokenizers.read_meta(folder).get('vocab_size')
     if state['kind'] == 'gpt2':
-        return 50304  # GPT-2's 50257, padded to a multiple of 64: matrix products are faster
-    size = tokenizers.read_meta(folder).get('vocab_size')
+        return max(50304, size or 0)  # GPT-2's 50257, padded to a multiple of 64: matrix products are faster
     if state['kind'] != 'unknown':
         try:  # also where the size is known: a checkpoint gets this tokenizer
             return max(tokenizers.from_state(state).vocab_size, size or 0)

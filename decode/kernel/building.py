@@ -164,7 +164,7 @@ def compile_beside(function, code):
     """
     Unless a `CFunction` is on disk, or nothing can be kept there, start a process that runs `code`, which compiles it
     and others, while this one compiles what it needs before: numba compiles one function of a process at a time. It
-    ends with this one at the latest.
+    ends with this one at the latest, unless a signal ends this one.
     """
     cache = function.kept._cache
     if n_cores() > 1 and isinstance(cache, SharedCache) and not cache.is_there(function.kept._sig):
