@@ -219,8 +219,7 @@ def test_scoring_has_openais_shape(stream):
     """echo + logprobs: the prompt's tokens first, the first of which nothing predicts; offsets count characters."""
     prompt = CHARS.index('€'), CHARS.index('a')
     a = answer(prompt=[list(prompt)], echo=True, logprobs=1, max_tokens=1, stream=stream)
-    a.add(0, [Output(0, [1], 'b', [Logprobs(-math.inf, [(2, -.25)])], 'length',
-                     [None, Logprobs(-.5, [(0, -.5)])])])
+    a.add(0, [Output(0, [1], 'b', [Logprobs(-math.inf, [(2, -.25)])], 'length', [None, Logprobs(-.5, [(0, -.5)])])])
     choice = (events(a.chunks())[0] if stream else a.object())['choices'][0]
     assert choice['text'] == '€ab' and choice['logprobs'] == {
         'tokens': ['€', 'a', 'b'], 'token_logprobs': [None, -.5, -9999.], 'text_offset': [0, 1, 2],

@@ -389,8 +389,7 @@ def test_constrained_sequences_beside_others(speculate, monkeypatch):
     requests = [(prompt, 30, how | dict(seed=i, constraint=constraint))
                 for i, how in enumerate(hows) for prompt in prompts
                 for constraint in (None, ToyConstraint(29, 25), ToyConstraint(29, 7, fails=fails))]
-    expected = [text_alone(model, prompt, n, **how)
-                for prompt, n, how in requests]
+    expected = [text_alone(model, prompt, n, **how) for prompt, n, how in requests]
     executor = decode.best(model, 1, threads=1, speculate=speculate)
     for n_pages in (999, 40):
         engine, alone, several = Engine(model, executor, PagePool(n_pages, 4)), set(), 0

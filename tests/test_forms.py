@@ -305,8 +305,7 @@ def test_the_script_prints_the_text_that_the_server_gives(server, monkeypatch, c
         answer = client.post('/v1/completions', json=body).json()
         texts = [choice['text'] for choice in answer['choices']]
         assert {choice['finish_reason'] for choice in answer['choices']} == {'stop'} and len({*texts}) > 1
-        for more in (dict(), dict(decoder='eager'), dict(speculate='ngram'),
-                     dict(batch_size=1), dict(traced=True)):
+        for more in (dict(), dict(decoder='eager'), dict(speculate='ngram'), dict(batch_size=1), dict(traced=True)):
             printed = printed_by_script(model, ['be'], monkeypatch, capsys, num_samples=3, seed=7,
                                         max_new_tokens=30, **settings, **how, **more)
             assert printed == ''.join(f'be{text}\n---------------\n' for text in texts), more

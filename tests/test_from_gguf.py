@@ -187,8 +187,7 @@ def test_embeddings_that_are_lm_head_too_are_its_packed_rows(tmp_path, weights):
     assert lazy.transformer.wte.weight.is_meta
     w = eager.lm_head.weight.detach().bfloat16().float()
     eager.config.tied, eager.lm_head.weight = False, torch.nn.Parameter(w)
-    eager.transformer.wte.weight = torch.nn.Parameter(
-        dequantised(w, 8).float() if weights == 'int8' else w)
+    eager.transformer.wte.weight = torch.nn.Parameter(dequantised(w, 8).float() if weights == 'int8' else w)
     idx = [[i, (i * 7 + 1) % 131] for i in range(131)]
     ours, theirs = (Engine(m, decode.best(m, 1, weights, 2)).generate(idx, 5) for m in (lazy, eager))
     assert ours == theirs

@@ -51,8 +51,7 @@ def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, fa
     with torch.no_grad():
         expected = theirs.eval()(idx).logits
     assert_close(logits(model, idx), expected, atol=3e-5 * expected.abs().max().item(), rtol=0)
-    greedy = dict(do_sample=False, max_new_tokens=6 + 60 * endless, pad_token_id=0,
-                  attention_mask=torch.ones(3, 4))
+    greedy = dict(do_sample=False, max_new_tokens=6 + 60 * endless, pad_token_id=0, attention_mask=torch.ones(3, 4))
     ours = model.generate(idx[:, :4], greedy['max_new_tokens'], temperature=0, use_cache=True)
     assert theirs.generate(idx[:, :4], **greedy).tolist() == ours.tolist()
     back = GPT.from_pretrained(str(tmp_path / 'hf')).eval()

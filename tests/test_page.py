@@ -265,8 +265,7 @@ def test_types_and_reads_the_stream(page):
     page.engine.allow(float('inf'))
     page.wait(page.finished)
     assert page.samples() == page.answers(seed=5, n=3, max_tokens=40)
-    assert [note.text for note in page.all('.sample footer span:first-child')] == [
-        '40 tokens, cut off'] * 3
+    assert [note.text for note in page.all('.sample footer span:first-child')] == ['40 tokens, cut off'] * 3
     speeds = [speed.text for speed in page.all('.sample footer span:nth-child(2)')]
     assert all(re.fullmatch(r'[1-9][\d.]* m?s to the first token, [1-9][\d,.]* tokens/s', each) for each in speeds)
     assert len(speeds) == 3 and len({e.location['y'] for e in page.all('.sample')}) < 3

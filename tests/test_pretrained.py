@@ -7,19 +7,7 @@ import sys
 
 import pytest
 import torch
-from example_models import (
-    ALIBI,
-    EASY,
-    LLAMA,
-    QWEN2,
-    QWEN3,
-    ROPE,
-    TEXT,
-    UNTIED,
-    gpt,
-    json_tokenizer,
-    logits,
-)
+from example_models import ALIBI, EASY, LLAMA, QWEN2, QWEN3, ROPE, TEXT, UNTIED, gpt, json_tokenizer, logits
 
 import checkpoint
 import debug_kv_model

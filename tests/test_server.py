@@ -778,8 +778,7 @@ def test_the_description_is_true():
 
                 n = 12 if mode is schemathesis.GenerationMode.POSITIVE else 7  # each body must be taken at least once
 
-                @settings(max_examples=sizes(n, 200) if operation.body else 2,
-                          suppress_health_check=list(HealthCheck))
+                @settings(max_examples=sizes(n, 200) if operation.body else 2, suppress_health_check=list(HealthCheck))
                 @given(operation.as_strategy(generation_mode=mode))
                 def call(case):
                     if mode is schemathesis.GenerationMode.POSITIVE and isinstance(case.body, dict):
