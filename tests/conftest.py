@@ -88,18 +88,22 @@ def pytest_unconfigure():
         server.close()
 
 
-def run(folder, *command, **env):
+def run(folder, *command, code=None, **env):
     """
-    python command... in folder, with env added to the environment; the result has returncode, stdout and stderr.
+    python command... in folder, with env added to the environment; the result has returncode, stdout and stderr. code:
+    what returncode must be, if it is given.
 
     In the quick run, scripts are forked from a process that has torch loaded, see fork_server.py. Python and the
     packages read most variables when they start, so a script that is given others than READ_LATE starts by itself.
     """
     command = [str(word) for word in command]
     if is_forked(command, env):
-        return fork_server().run(folder, command[0], command[1:], env, TIMEOUT)
-    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True,
-                          timeout=TIMEOUT, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
+        done = fork_server().run(folder, command[0], command[1:], env, TIMEOUT)
+    else:
+        done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True,
+                              timeout=TIMEOUT, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done
 
 
 def start(folder, *command, stderr=subprocess.PIPE, **env):
@@ -190,11 +194,8 @@ def trained(tmp_path_factory):
             copy_code(folder)
             text = ''.join(pydoc_data.topics.topics[topic] for topic in ('assert', 'class', 'for', 'try', 'with'))
             (folder / 'data' / 'shakespeare_char' / 'input.txt').write_text(text, encoding='utf-8')
-            prepared = run(folder, 'data/shakespeare_char/prepare.py')
-            assert prepared.returncode == 0, prepared.stderr
-            done = run(folder, 'train.py', *TINY)
-            assert done.returncode == 0, done.stderr
-            finished.write_text(done.stdout)
+            run(folder, 'data/shakespeare_char/prepare.py', code=0)
+            finished.write_text(run(folder, 'train.py', *TINY, code=0).stdout)
     return folder
 
 

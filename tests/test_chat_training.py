@@ -202,8 +202,7 @@ def chat_files(repo, n=30):
     for name, part in (('a', lines[:n // 2]), ('b', lines[n // 2:])):
         (repo / f'{name}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in part))
     (repo / 'my.txt').write_text(TEXTS * 9)
-    done = run(repo, 'data/shakespeare/prepare.py', '--input=my.txt', '--vocab_size=300')
-    assert done.returncode == 0, done.stderr
+    run(repo, 'data/shakespeare/prepare.py', '--input=my.txt', '--vocab_size=300', code=0)
     return lines, ['--input=a.jsonl,b.jsonl', '--tokenizer=data/shakespeare']
 
 
@@ -222,8 +221,7 @@ def test_runs_on_conversations_stop_and_go_on_to_the_bit(repo):
     assert made.decode(tokens[marks & SCORED > 0]) == ''.join(held_out) and (marks & FIRST).sum() > 1
     for more in (['--out_dir=a', '--max_iters=9'], ['--out_dir=b', '--max_iters=3'],
                  ['--out_dir=b', '--max_iters=9', '--init_from=resume']):
-        done = run(repo, 'train.py', *TINY, *SHORT, *more)
-        assert done.returncode == 0, done.stderr
+        done = run(repo, 'train.py', *TINY, *SHORT, *more, code=0)
     loss, perplexity = re.findall(r'val loss ([\d.]+) \(perplexity ([\d.]+)\)', done.stdout)[-1]
     assert float(perplexity) == pytest.approx(math.exp(float(loss)), rel=1e-3) and 'mfu' not in done.stdout
     assert 'python sample.py --out_dir=b --chat talks with it' in done.stdout.splitlines()[-1]

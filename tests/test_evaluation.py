@@ -106,8 +106,7 @@ def test_the_script_evaluates_a_run_on_files(repo, trained):
     lines = [dict(question='the class', choices=['is', 'body'], answer=1)] * 3
     (repo / 'q.jsonl').write_text('\n'.join(map(json.dumps, lines)))
     evaluate = 'bench.py', '--mode=eval', '--init_from=out-mine', '--choices=q.jsonl'
-    done = run(repo, *evaluate, '--text=a.txt', '--json=b.json')
-    assert done.returncode == 0, done.stderr
+    run(repo, *evaluate, '--text=a.txt', '--json=b.json', code=0)
     figures = json.loads((repo / 'b.json').read_text())
     (text,), (choices,) = figures['text']['rows'], figures['choices']['rows']
     assert text['model'] == 'out-mine' and text['tokens'] == 18 and 0 < text['bits_per_byte'] < 9

@@ -101,8 +101,7 @@ for names in sys.argv[1:]:
 def test_the_engine_is_a_few_files_and_what_is_there_to_be_compared_is_loaded_by_name_only():
     """kvcache/llamacpp and openppl.py are reading matter: what samples or serves imports them inside of a function."""
     serving = 'serving.loading serving.server' if all(map(find_spec, SERVING)) else ''
-    done = run(ROOT, '-c', LOADED, 'engine', f'sample test_kv_cache decode.cpu decode.speculative {serving}')
-    assert done.returncode == 0, done.stderr
+    done = run(ROOT, '-c', LOADED, 'engine', f'sample test_kv_cache decode.cpu decode.speculative {serving}', code=0)
     of_engine, of_all = (line.split() for line in done.stdout.splitlines())
     assert 8 < len(of_engine) <= 16 and 'numba' not in of_engine, of_engine
     assert len(of_all) > 25

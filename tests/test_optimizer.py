@@ -96,10 +96,9 @@ def test_what_is_refused(settings, message):
 
 def test_a_run_with_muon_is_not_resumed_with_adamw(repo):
     muon, short = ('--optimizer=muon',), ('--max_iters=2', '--eval_interval=2')
-    done = run(repo, 'train.py', *TINY, *muon, *short)
-    assert done.returncode == 0, done.stderr
-    done = run(repo, 'train.py', *TINY, '--init_from=resume')
-    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+    run(repo, 'train.py', *TINY, *muon, *short, code=0)
+    done = run(repo, 'train.py', *TINY, '--init_from=resume', code=2)
+    assert done.stderr.splitlines()[-1] == (
         'train.py: error: optimizer is adamw, but the run before had muon: resume it with --optimizer=muon')
     done = run(repo, 'train.py', *TINY, *muon, '--init_from=resume', '--max_iters=3', '--muon_weight_decay=0.5')
     assert 'muon_weight_decay is 0.5 from here on (command line); the run before had 0.0' in done.stdout

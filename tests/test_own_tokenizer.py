@@ -35,8 +35,7 @@ LINES = 'ab1 .\n\t\r\'"é月'
 def prepared(repo, *settings, dataset='shakespeare', text=TEXT):
     """(stdout of its prepare.py, the folder of the data set)"""
     (repo / 'my.txt').write_text(text, encoding='utf-8')
-    done = run(repo, f'data/{dataset}/prepare.py', '--input=my.txt', *settings)
-    assert done.returncode == 0, done.stderr
+    done = run(repo, f'data/{dataset}/prepare.py', '--input=my.txt', *settings, code=0)
     return done.stdout, repo / 'data' / dataset
 
 
@@ -61,8 +60,7 @@ def test_it_goes_to_checkpoints_exports_and_the_data_of_a_finetuning(repo):
     n_bytes, n_tokens = json.loads((folder / 'meta.json').read_text())['bytes'], {}
     for split in ('train', 'val'):
         n_tokens[split] = os.path.getsize(folder / f'{split}.bin') / 2
-    done = run(repo, 'train.py', *TINY, '--dataset=shakespeare', '--max_iters=10')
-    assert done.returncode == 0, done.stderr
+    done = run(repo, 'train.py', *TINY, '--dataset=shakespeare', '--max_iters=10', code=0)
     last = [line for line in done.stdout.splitlines() if line.startswith('step ')][-1]
     for split, loss, bits in re.findall(r'(\w+) loss ([\d.]+) \(([\d.]+) bits per byte\)', last):
         assert float(bits) == pytest.approx(float(loss) / math.log(2) * n_tokens.pop(split) / n_bytes[split], abs=2e-3)

@@ -23,8 +23,7 @@ LETTERS = CharTokenizer('abcdefghijklmnopqrstuvwxyz .€😀\n')
 
 
 def sample(folder, *settings, **env):
-    done = run(folder, 'sample.py', '--device=cpu', *settings, **env)
-    assert done.returncode == 0, done.stderr
+    done = run(folder, 'sample.py', '--device=cpu', *settings, code=0, **env)
     return done
 
 
@@ -323,8 +322,7 @@ def test_the_identity_script(trained, tmp_path, where):
     n = sizes(60, 200)
     named = [f'--out_dir={trained}/out'] if where == 'named' else []
     done = run(tmp_path, os.path.join(ROOT, 'test_kv_cache.py'), '--repeats=1', '--device=cpu', f'--new_tokens={n}',
-               f'--block_size={sizes(32, 128)}', *named, **dict(KV_DEBUG='1') if where == 'traced' else {})
-    assert done.returncode == 0, done.stderr
+               f'--block_size={sizes(32, 128)}', *named, **dict(KV_DEBUG='1') if where == 'traced' else {}, code=0)
     for said in (f'SUCCESS: outputs are identical ({6 + n} tokens', 'speedup', 'tok/s', 'with cache'):
         assert said in done.stdout
     assert ('model: out/ckpt.pt' in done.stdout) == (where not in ('untrained', 'named'))
