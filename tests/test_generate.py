@@ -10,19 +10,19 @@ from conftest import sizes
 from tiny_models import MODELS, VOCAB, model_of
 
 from decode.draw import DrawSettings, draw
-from model import GPT, GPTConfig, LayerKVCache, sample_token
+from model import LayerKVCache, sample_token
 
 
 def nano(seed=0, **how):
     """A model as nanoGPT has them."""
-    return model_of('learned', seed, block_size=16, **how)
+    return model_of('learned', seed, **dict(block_size=16) | how)
 
 
 @pytest.mark.parametrize('use_cache', [False, True])
 @pytest.mark.parametrize('temperature, top_k', [(1.0, None), (0.8, 5), (1.3, 200), (0, None)])
 def test_same_seed_same_tokens_as_nanogpt(use_cache, temperature, top_k):
-    for seed in sizes((0, 4, 5, 7), range(8)):
-        model = nano(seed)
+    for seed, block_size in itertools.product(sizes((0, 4, 5, 7), range(8)), (16, 1)):
+        model = nano(seed, block_size=block_size)
         idx = torch.randint(29, (2, 1 + 3 * seed))  # 1 to 22: on both sides of block_size 16
         torch.manual_seed(seed)
         theirs = plain_gpt.generate(model, idx, 30, temperature, top_k)
@@ -113,13 +113,6 @@ def test_modes_gradients_and_dropout():
     assert [m.training for m in model.modules()] == modes and torch.is_grad_enabled()
     assert not found[0].is_inference() and torch.equal(model.generate(idx, 0), idx)
     model(found[0][:, :16], found[0][:, :16])[1].backward()
-
-
-def test_the_smallest_window_there_is():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=1, vocab_size=5, n_layer=1, n_head=1, n_embd=4)).eval()
-    idx = torch.tensor([[1, 2]])
-    assert torch.equal(model.generate(idx, 5, temperature=0, use_cache=True), model.generate(idx, 5, temperature=0))
 
 
 @pytest.mark.parametrize('bad', [
