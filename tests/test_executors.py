@@ -205,7 +205,7 @@ def test_the_judges_logits_for_any_split_into_batches_and_the_same_bits(way, kin
 
 @pytest.mark.parametrize('kind', MODELS)
 def test_float32_weights_that_are_bfloat16_numbers_take_half_of_the_bytes_and_give_the_same_bits(kind, monkeypatch):
-    model, all_texts = model_of(kind, 3), texts(4, 40, 0)
+    model, all_texts = model_of(kind, 3, bias=True), texts(4, 40, 0)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16())
