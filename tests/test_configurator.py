@@ -83,14 +83,11 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
     (['x' * 5000], 'no config file'), (['--' + 'x' * 5000], '--key=value'),
 ])
 def test_what_is_wrong_is_said_in_one_short_line_and_changes_nothing(script, tmp_path, argv, message):
-    (tmp_path / 'typo.py').write_text('step = 3')
-    (tmp_path / 'own.py').write_text('width = 3\nsteps = width')
-    (tmp_path / 'text.txt').write_text('steps = 3')
-    (tmp_path / 'latin.py').write_bytes(b'name = "\xff"')
-    (tmp_path / 'broken.py').write_text('steps = = 3')
-    (tmp_path / 'dies.py').write_text('steps = 1 / 0')
-    (tmp_path / 'exits.py').write_text('import sys\nsys.exit("no GPU")')
-    (tmp_path / 'wrong.py').write_text('steps = "three"')
+    for name, text in {
+            'typo.py': 'step = 3', 'own.py': 'width = 3\nsteps = width', 'text.txt': 'steps = 3',
+            'latin.py': 'name = "\xff"', 'broken.py': 'steps = = 3', 'dies.py': 'steps = 1 / 0',
+            'exits.py': 'import sys\nsys.exit("no GPU")', 'wrong.py': 'steps = "three"'}.items():
+        (tmp_path / name).write_text(text, 'latin-1')
     with pytest.raises(ValueError, match=message) as error:
         configurator.override(script, ['--name=new', *argv])
     assert script['name'] == 'gpt' and len(str(error.value)) < 300

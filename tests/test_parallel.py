@@ -73,11 +73,6 @@ def losses(folder):
             for column in ('batch_loss', 'train_loss', 'val_loss') if row[column]]
 
 
-def assert_same_losses(a, b, most=2e-5):  # log.csv has six digits
-    for (iter, x), (of, y) in zip(losses(a), losses(b), strict=True):
-        assert iter == of and x == pytest.approx(y, abs=most), iter
-
-
 def assert_same_state(a, b):
     """The same weights and moments in two checkpoints, to the bit."""
     assert same(a['model'], b['model']) and list(a['model']) == list(b['model'])
@@ -99,7 +94,9 @@ def test_two_processes_compute_what_one_does(two, settings):
     train(two, *SETTINGS, *end, *alone, '--out_dir=one', code=0)
     train_in(two, 2, *SETTINGS, *end, *settings, '--out_dir=two')
     is_float32 = not any('dtype' in each for each in settings)
-    assert_same_losses(two / 'one', two / 'two', 2e-5 if is_float32 else 2e-3)
+    most = 2e-5 if is_float32 else 2e-3  # log.csv has six digits
+    for (iter, x), (of, y) in zip(losses(two / 'one'), losses(two / 'two'), strict=True):
+        assert iter == of and x == pytest.approx(y, abs=most), iter
     a, b = (checkpoints.load(str(two / name / 'ckpt.pt')) for name in ('one', 'two'))
     assert list(a['model']) == list(b['model']) and 'threads' in a and 'threads' not in b  # torchrun gives each one
     assert all(torch.allclose(w, b['model'][name], atol=1e-4 if is_float32 else 1e-2) for name, w in a['model'].items())

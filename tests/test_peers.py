@@ -52,12 +52,6 @@ def test_the_same_tokens(engine, bias, n_head, n_embd, threads):
     assert torch.equal(made.generate(turned, 4), expected(model, turned, 4))
 
 
-def small_llama(c):
-    """A small one with the fields of a shape that is measured."""
-    return tiny(bias=False, n_head=4, n_embd=64, n_kv_head=2, n_inner=96, qkv_bias=c.qkv_bias, norm_eps=c.norm_eps,
-                rope_theta=c.rope_theta, **LLAMA)
-
-
 EVERY_WAY = [(peer, weights, way) for peer in (Ours, *PEERS) for weights in peer.ways for way in peer.ways[weights]]
 
 
@@ -68,7 +62,9 @@ def test_the_same_model_but_for_rounding(peer, weights, way, name):
     Most first tokens of 40 prompts are ours, in spite of rounding or another GELU; with a wrong weight few are. An
     engine runs a llama, or says that it cannot.
     """
-    model = small_llama(LLAMAS[name]) if name in LLAMAS else tiny()
+    c = LLAMAS.get(name)
+    model = tiny(bias=False, n_head=4, n_embd=64, n_kv_head=2, n_inner=96, qkv_bias=c.qkv_bias, norm_eps=c.norm_eps,
+                 rope_theta=c.rope_theta, **LLAMA) if c else tiny()
     if why := peer.refuses(model.config):
         assert 'gpt2' in why and name != 'gpt2' and peer.name in ('CTranslate2', 'ONNX Runtime')
         return

@@ -55,7 +55,7 @@ class ToyExecutor:
         self.refresh()
 
     def refresh(self):
-        self.version = version_of(self.model)
+        self.version = round(next(self.model.parameters()).flatten()[0].item() * 100)
 
     def hold(self, layers):
         self.layers, self.slots = layers, layers[0].k.data[0]
@@ -151,10 +151,6 @@ class Saying(ToyExecutor):
             if part.stop > part.start:
                 logits[part.stop - 1, self.says[min(s.n_drawn, len(self.says) - 1)]] = 0.0
         return batch.result(logits, parts, drawn)
-
-
-def version_of(model):
-    return round(next(model.parameters()).flatten()[0].item() * 100)
 
 
 def change_weights(model):
