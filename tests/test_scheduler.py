@@ -42,17 +42,6 @@ def finish(engine):
     assert all(s.ended == 'length' for plan in engine.plans for s, _, _ in plan)
 
 
-def test_uncomputed_pages_are_not_findable():
-    engine = engine_of(budget=6)
-    (first,), (second,) = (ask(engine, range(10), max_tokens=2) for _ in range(2))
-    engine.step()
-    assert first.n_computed == 6 and second.n_found is None
-    assert len(engine.pool.remembered(list(range(10)))[0]) == 1
-    engine.step()
-    assert second.n_found == 4, "found when it began: the page that was computed in the step before"
-    finish(engine)
-
-
 def test_no_preempt_resume_thrash():
     """A pool for half of the texts: what is computed more than once is a small part, not each text at each step."""
     engine, sequences = engine_of(n_pages=12), []
