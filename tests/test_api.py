@@ -204,14 +204,17 @@ def test_tokens_without_text_are_sent_only_where_asked_for():
         assert len(events(a.chunks())) == n and 'usage' not in str(events(a.chunks()))
 
 
-def test_choices_of_several_prompts_are_numbered_across():
-    a = answer(prompt=['a', 'b'], n=2, return_token_ids=True)
+def test_choices_of_several_prompts_are_numbered_across_and_each_prompt_is_counted_once():
+    a = answer(prompt=['a', 'bcd'], n=2, return_token_ids=True)
     for number in (1, 0):
-        a.add(number, [Output(i, [number * 2 + i], str(number * 2 + i), finish_reason='length', n_cached=0)
+        a.add(number, [Output(i, [number * 2 + i], str(number * 2 + i), finish_reason='length', n_cached=2 * i)
                        for i in (1, 0)])
-    choices = a.object()['choices']
+    whole = a.object()
+    choices = whole['choices']
     assert [(c['index'], c['text'], c['token_ids']) for c in choices] == [(i, str(i), [i]) for i in range(4)]
-    assert [c['prompt_token_ids'] for c in choices] == [[0], [0], [1], [1]]
+    assert [c['prompt_token_ids'] for c in choices] == [[0], [0], [1, 2, 3], [1, 2, 3]]
+    assert whole['usage'] == {'prompt_tokens': 4, 'completion_tokens': 4, 'total_tokens': 8,
+                              'prompt_tokens_details': {'cached_tokens': 4}}
 
 
 @pytest.mark.parametrize('stream', [False, True])

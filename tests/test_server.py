@@ -122,15 +122,6 @@ def test_logprobs_and_greedy_tokens_are_the_models(drawing):
     assert choice['token_ids'] == tokens[len(TEXT):]
 
 
-def test_usage_counts_tokens(drawing):
-    """The prompts are counted once each, all samples' tokens, and the tokens found in remembered blocks."""
-    body = dict(prompt=[TEXT + ' a', TEXT + ' bc'], n=3, max_tokens=7, seed=3)
-    ask(drawing, **body)
-    usage = ask(drawing, **body)['usage']
-    assert usage == {'prompt_tokens': 2 * len(TEXT) + 5, 'completion_tokens': 42, 'total_tokens': 2 * len(TEXT) + 47,
-                     'prompt_tokens_details': {'cached_tokens': 2 * (len(TEXT) // 4 * 4)}}
-
-
 def test_the_key_guards_all_that_tells_of_requests(engine):
     with serving(engine, api_key='secret') as client:
         for method, path in (('POST', '/v1/completions'), ('GET', '/v1/models'), ('GET', '/cache'),
