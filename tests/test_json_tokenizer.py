@@ -78,7 +78,7 @@ def test_what_cannot_be_used_is_refused(content, line):
 
 
 @pytest.mark.parametrize('state, line', [
-    ({'kind': 'json'}, "kind 'json' must have json, a string"), ({'kind': 'sentencepiece'}, 'char, gpt2 or json'),
+    ({'kind': 'json'}, "kind 'json' must have json, a string"), ({'kind': 'sentencepiece'}, "not 'sentencepiece'"),
     (dict(kind='json', json=3), 'json of a tokenizer must be a str'),
     (dict(kind='json', json='{}', added_tokens='<a>'), 'added_tokens of a tokenizer must be a list'),
     (dict(kind='json', json='{}', end_tokens=[2, '3']), 'must be token ids'),
