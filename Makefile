@@ -81,4 +81,4 @@ lint: .venv/dev.stamp
 	.venv/bin/ruff check .
 
 clean:
-	rm -rf .venv .arm out* data/*/*.bin data/*/*.json
+	rm -rf .venv .arm out* data/*/*.bin data/*/*.json data/*/*.tmp

@@ -96,6 +96,8 @@ def check_contents(checkpoint):
     for key, kind in {**wanted, 'iter_num': int, 'threads': int, 'seconds': float}.items():
         if key in checkpoint and not isinstance(checkpoint[key], kind):
             raise ValueError(f"its {key} must be of type {kind.__name__}, not {type(checkpoint[key]).__name__}")
+    if checkpoint.get('iter_num', 0) < 0:
+        raise ValueError(f"its iter_num must be 0 or more, not {checkpoint['iter_num']}")
     if not all(isinstance(name, str) and is_dense(w) for name, w in checkpoint['model'].items()):
         raise ValueError("its model must be a dict of names and dense tensors")
     if checkpoint.get('tokenizer'):

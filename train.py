@@ -160,7 +160,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
     if resumed:
         restore(resumed, optimizer, scaler)
     iter_num = first_iter = resumed.get('iter_num', 0)
-    best_val_loss = float(resumed.get('best_val_loss', math.inf))
+    best_val_loss = resumed.get('best_val_loss', math.inf)
     began = time.monotonic() - resumed.get('seconds', 0.0)
     resumed.clear()  # frees memory: its tensors were copied into the model and the optimizer
     checkpointer.track(raw_model, optimizer, scaler, config, tokenizer_state, began, first_iter)
@@ -200,7 +200,7 @@ def check_settings(world_size):
     configurator.check_range(globals(), 0, math.inf, 'max_iters', 'max_minutes', 'seed', 'learning_rate', 'min_lr',
                              'weight_decay', 'grad_clip', 'peak_flops')
     check_optimizer(globals())
-    configurator.check_range(globals(), 0, 1, 'beta1', 'beta2')
+    configurator.check_range(globals(), 0, 0.999999, 'beta1', 'beta2')
     if not out_dir or os.path.exists(out_dir) and not os.path.isdir(out_dir):
         raise ValueError(f"out_dir must be a folder, not {out_dir!r}: give another name, such as --out_dir=out-mine")
     if gradient_accumulation_steps % world_size:

@@ -146,11 +146,13 @@ def write_dataset(folder, parts, tokenizer, source, ends=False):
         for f in train, val:  # a full disk shows here, before anything is replaced
             f.flush()
             os.fsync(f.fileno())
-        write_meta(folder, tokenizer, source=source, bytes=n_bytes)
         print(f"{n_chars:,} characters from {source}; vocabulary {tokenizer.vocab_size:,}")
         for split, f in (('train', train), ('val', val)):
             print(f"{split}.bin: {f.tell() // dtype_of(tokenizer).itemsize:,} tokens of {n_bytes[split]:,} bytes")
-    # train.bin was moved into place last: where it exists, the others do
+        with suppress(FileNotFoundError):  # an older one may be of another tokenizer
+            os.remove(os.path.join(folder, 'train.bin'))
+        write_meta(folder, tokenizer, source=source, bytes=n_bytes)
+    # train.bin was moved into place last: where it exists, the others are of the same tokenizer
 
 
 def pieces(text):

@@ -18,7 +18,7 @@ TRAIN = [  # settings, what the line has to say
     ('--device=tpu', 'device must be auto'),
     ('--dtype=int8', 'dtype must be auto'),
     ('--dataset=nowhere', 'no data/nowhere/train.bin, and no data/nowhere/prepare.py to make it'),
-    ('--beta1=2.0', 'beta1 must be from 0 to 1, not 2.0'), ('--out_dir=', "out_dir must be a folder, not ''"),
+    ('--beta1=1.0', 'beta1 must be from 0 to 0.999999, not 1.0'), ('--out_dir=', "out_dir must be a folder, not ''"),
     ('--block_size=100000', 'prepare more text or lower block_size'),
     ('--init_from=resume --out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt'),
     ('--init_from=resume --out_dir=damaged', 'damaged/ckpt.pt cannot be read'),

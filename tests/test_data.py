@@ -22,7 +22,7 @@ from test_own_tokenizer import server  # noqa: F401
 import tokenizer as tokenizers
 from data import prepare_text
 from tokenizer import CharTokenizer
-from training.batches import Batches, check_tokenizer, open_tokens, vocab_size_of
+from training.batches import Batches, check_tokenizer, open_tokens, prepare, vocab_size_of
 
 TEXT = 'To be, or not to be: that is the question.\n' * 50
 
@@ -148,6 +148,14 @@ def test_damaged_metadata(tmp_path):
 def token_file(folder, tokens, dtype='uint16'):
     np.array(tokens, dtype=dtype).tofile(folder / 'train.bin')
     (folder / 'meta.json').write_text(json.dumps({'kind': 'gpt2', 'dtype': dtype}))
+
+
+@pytest.mark.parametrize('how, error', [
+    ('os.kill(os.getpid(), 15)', KeyboardInterrupt), ('sys.exit(130)', KeyboardInterrupt), ('sys.exit(2)', ValueError)])
+def test_a_signal_during_a_preparation_is_no_mistake_in_the_text(tmp_path, how, error):
+    (tmp_path / 'prepare.py').write_text(f'import os, sys; {how}')
+    with pytest.raises(error):
+        prepare(str(tmp_path))
 
 
 def test_batches_are_windows_and_their_targets_the_next_tokens(tmp_path):

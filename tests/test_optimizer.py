@@ -69,11 +69,13 @@ def test_a_state_that_does_not_fit_is_refused_in_words(damage, message):
         restore(resumed, make_optimizer(model, 'cpu', SETTINGS), None)
 
 
-@pytest.mark.parametrize('rng', [{'torch': None}, {'torch': 3, 'cuda': []}, {'torch': torch.ones(3), 'cuda': []}])
-def test_wrong_states_of_generators_are_refused_in_words(rng):
+@pytest.mark.parametrize('name, state', [
+    ('rng', {'torch': None}), ('rng', {'torch': 3, 'cuda': []}), ('rng', {'torch': torch.ones(3), 'cuda': []}),
+    ('best_val_loss', None), ('best_val_loss', 'x')])
+def test_other_wrong_states_are_refused_in_words(name, state):
     optimizer = make_optimizer(small(), 'cpu', SETTINGS)
-    with pytest.raises(ValueError, match="the rng state of the checkpoint does not fit"):
-        restore(dict(optimizer=optimizer.state_dict(), rng=rng), optimizer, None)
+    with pytest.raises(ValueError, match=f"the {name} state of the checkpoint does not fit"):
+        restore({'optimizer': optimizer.state_dict(), name: state}, optimizer, None)
 
 
 @pytest.mark.parametrize('settings, message', [

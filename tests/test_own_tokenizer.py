@@ -7,6 +7,7 @@ import re
 import tempfile
 from contextlib import contextmanager
 from functools import lru_cache
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -152,6 +153,23 @@ def test_texts_end_with_a_token_that_has_no_bytes(tmp_path):
     assert ids == [*made.encode(STORY), 0, *made.encode('a'), 0, 0]
     assert json.loads((tmp_path / 'meta.json').read_text())['bytes']['train'] == len(STORY.encode()) + 1
     assert tokenizers.state_of_dataset(tmp_path)['end_tokens'] == [0]
+
+
+def test_a_preparation_that_is_ended_leaves_no_tokens_of_another_tokenizer(tmp_path, monkeypatch):
+    def prepare(vocab_size):
+        made = prepare_text.tokenizer_for([TEXT], '', vocab_size)
+        prepare_text.write_dataset(str(tmp_path), dict(train=[TEXT], val=[TEXT]), made, 'me')
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = prepare(280)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_text, 'print', Mock(side_effect=BrokenPipeError), raising=False)
+        with pytest.raises(BrokenPipeError):
+            prepare(290)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before != prepare(290)
+    monkeypatch.setattr(prepare_text.json, 'dumps', Mock(side_effect=KeyboardInterrupt))  # between two files
+    with pytest.raises(KeyboardInterrupt):
+        prepare(280)
+    assert not (tmp_path / 'train.bin').exists()
 
 
 @lru_cache

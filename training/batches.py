@@ -16,7 +16,10 @@ def prepare(folder):
     script = os.path.join(folder, 'prepare.py')
     if os.path.exists(script) and not os.path.exists(token_file(folder, 'train')):
         print(f"{folder} is not prepared yet: running {script}", flush=True)
-        if subprocess.run([sys.executable, script]).returncode:
+        code = subprocess.run([sys.executable, script]).returncode
+        if code < 0 or code == 130:  # a signal ended it
+            raise KeyboardInterrupt
+        if code:
             raise ValueError(f"{script} failed: correct what its message above names, and start again")
 
 

@@ -40,7 +40,8 @@ class Checkpointer:
         """Make and lock out_dir, if that was not done before. ValueError if another process has locked it."""
         os.makedirs(self.out_dir, exist_ok=True)
         self.lock = self.lock or lock_folder(self.out_dir)
-        for path in self.best, self.last:
+        for name in (*FILES, 'log.csv', 'loss.png'):
+            path = os.path.join(self.out_dir, name)
             for leftover in glob.glob(glob.escape(path) + '.*.tmp'):  # of a run that was killed while it saved
                 os.remove(leftover)
 

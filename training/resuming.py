@@ -1,4 +1,5 @@
 """What a resumed run takes from its checkpoint: the weights, the shape, the optimizer's state, the generators'."""
+import math
 import os
 from contextlib import contextmanager
 
@@ -80,9 +81,11 @@ def of_checkpoint(name):
 
 def restore(resumed, optimizer, scaler):
     """
-    Load the optimizer's moments, the loss scale and the states of torch's generators from a checkpoint. ValueError if
-    they do not fit.
+    Load the optimizer's moments, the loss scale and the states of torch's generators from a checkpoint, whose
+    best_val_loss, of nanoGPT a tensor, becomes a float. ValueError if they do not fit.
     """
+    with of_checkpoint('best_val_loss'):
+        resumed['best_val_loss'] = float(resumed.get('best_val_loss', math.inf))
     with of_checkpoint('optimizer'):
         restore_optimizer(optimizer, resumed['optimizer'])
     with of_checkpoint('scaler'):
