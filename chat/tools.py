@@ -30,6 +30,7 @@ class Form(NamedTuple):
 HERMES = Form('<tool_call>', '</tool_call>', 'arguments')
 LLAMA = Form('', '', 'parameters')
 PYTHON_TAG = '<|python_tag|>'  # may stand before a call in the form LLAMA
+CALL = dict(id='call_000000001', type='function', function=dict(name='Kx7q', arguments={}))  # shown to a template
 
 
 class Call(NamedTuple):
@@ -40,11 +41,12 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def form_of(source):
-    """The `Form` of calls that a template's source shows, or None for one that is not known here."""
-    if tag := re.search(r'<tool_call>(?:\\n|\s)*(\[?)(?:\\n|\s)*\{\\?"', source):  # others write XML after it
+def form_of(template):
+    """The `Form` of calls that a `ChatTemplate` shows the model, or None for one that is not known here."""
+    shown = rendered(template) + rendered(template, dict(role='assistant', tool_calls=[CALL]))
+    if tag := re.search(r'<tool_call>\s*(\[?)\s*\{"', shown):  # others write XML after it
         return HERMES._replace(listed=bool(tag[1]))
-    return LLAMA if re.search(r'\{\\?"name\\?": function name, \\?"parameters\\?"', source) else None
+    return LLAMA if '{"name": function name, "parameters"' in shown else None
 
 
 @lru_cache(maxsize=16)
@@ -56,8 +58,7 @@ def shows_tools(template):
 @lru_cache(maxsize=16)
 def takes_several_calls(template):
     """Does a `ChatTemplate` take an answer with two calls? Those of Llama 3 take one, and raise an error at two."""
-    call = dict(id='call_000000001', type='function', function=dict(name='Kx7q', arguments={}))
-    one, two = (rendered(template, dict(role='assistant', tool_calls=[call] * n)) for n in (1, 2))
+    one, two = (rendered(template, dict(role='assistant', tool_calls=[CALL] * n)) for n in (1, 2))
     return bool(two or not one)
 
 
@@ -128,9 +129,13 @@ class Reader:
             if calls is None and self.form.closes in inside:  # it is not JSON: the first closing tag ends it
                 inside, closed, rest = (inside + closed + rest).partition(self.form.closes)
                 calls = self.calls_in(inside)
-            found += self.said(text + opened + inside + closed) if calls is None else self.said(text.rstrip()) + calls
-            self.follows_a_call |= calls is not None
-            self.held = rest
+            if calls is None:  # it is text up to the last opening tag in it: the others were mentioned
+                inside += closed
+                at = inside.rfind(opens) if opens in inside else len(inside)
+                found, self.held = found + self.said(text + opened + inside[:at]), inside[at:] + rest
+            else:
+                found, self.held = found + self.said(text.rstrip()) + calls, rest
+                self.follows_a_call = True
         return found
 
     def cut(self, text):

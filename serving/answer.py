@@ -137,7 +137,7 @@ class ChatChoice(Choice):
     def __init__(self, index, prompt, body, served):
         super().__init__(index, prompt, body, served)
         template = served.tokenizer.chat_template
-        form = form_of(template.source) if body.tools else None
+        form = form_of(template) if body.tools else None
         several = form and body.may_call_several and takes_several_calls(template)
         self.reader = form and Reader(form, body.callable_names, MOST_CALLS if several else 1)
         self.has_called, self.n_taken = False, 0

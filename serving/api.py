@@ -32,6 +32,7 @@ UNSUPPORTED = {  # what asks for something that is not here; a body with several
     'best_of': "ask for n samples, with logprobs to compare them, and choose one",
     'use_beam_search': "this server draws samples: ask for n of them, with logprobs to compare them",
     'store': "this server keeps no answers",
+    **dict.fromkeys(['think', 'thinking_budget', 'reasoning_budget'], "enable_thinking is the field for this"),
     'documents': "if the chat template reads them, give it that: chat_template_kwargs, {\"documents\": [...]}",
     'chat_template': "the template of the model's own files is used",
     'prompt_logprobs': "echo with logprobs gives those of a prompt",
@@ -53,8 +54,9 @@ NOTHING = {  # the values with which a field asks for nothing, besides 0, false 
     'top_n_sigma': -1, 'typ_p': 1, 'adaptive_target': -1, 't_max_predict_ms': -1, 'detokenize': True,
     'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
-ASK_NOTHING_WHEN_EMPTY = {'reasoning_effort', 'reasoning', 'thinking'}  # of the fields that there are
-ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens', 'guided_json', 'json_schema'}
+ASK_NOTHING_WHEN_EMPTY = {'reasoning_effort', 'reasoning'}  # of the fields that there are
+ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens', 'guided_json', 'json_schema',
+                  'think', 'thinking_budget', 'reasoning_budget'}
 
 
 class APIError(Exception):

@@ -345,13 +345,19 @@ ToolChoice = Annotated[Literal['none', 'auto', 'required'] | ToolFields, says(
 
 
 class Reasoning(Lenient):
-    """How OpenAI's responses, and OpenRouter, say reasoning_effort."""
+    """How OpenAI's responses, and OpenRouter, say reasoning_effort and enable_thinking."""
     effort: str | None = Field(None, max_length=MOST_NAME)
+    enabled: bool | None = None
 
 
 class Thinking(Lenient):
     """How clients of Anthropic, DeepSeek and GLM say enable_thinking."""
-    type: Literal['enabled', 'disabled']
+    type: Literal['enabled', 'disabled', 'adaptive']
+
+
+def thinking_of(given):
+    """true and false stand for the two types; an object without fields asks for nothing."""
+    return {'type': 'enabled' if given else 'disabled'} if type(given) is bool else given or None
 
 
 class ConversationFields(Strict):
@@ -365,7 +371,8 @@ class ConversationFields(Strict):
                                          "it, with enable_thinking; none is enable_thinking: false")
     reasoning: Reasoning = Field(default_factory=Reasoning, description="reasoning_effort, as effort")
     enable_thinking: bool | None = Field(None, description="given to the template")
-    thinking: Thinking | None = Field(None, description="enable_thinking, as type: enabled or disabled")
+    thinking: Annotated[Thinking | None, BeforeValidator(thinking_of)] = Field(
+        None, description="enable_thinking, as type: enabled or disabled")
     tools: list_of(Tool, max_length=MOST_TOOLS) = Field(default_factory=list, description="that an answer may call")
 
     @property
@@ -391,9 +398,10 @@ class ConversationFields(Strict):
         if effort and effort != 'none':
             given['reasoning_effort'] = effort
         if self.thinking is not None:
-            given['enable_thinking'] = self.thinking.type == 'enabled'
-        if self.enable_thinking is not None:
-            given['enable_thinking'] = self.enable_thinking
+            given['enable_thinking'] = self.thinking.type != 'disabled'
+        for switch in self.reasoning.enabled, self.enable_thinking:
+            if switch is not None:
+                given['enable_thinking'] = switch
         return given
 
 

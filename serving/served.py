@@ -149,7 +149,7 @@ def forms_of(body, served):
     where there is no such tool, or the form of calls is not known.
     """
     template, forms, answer = served.tokenizer.chat_template, body.forms, None
-    form = body.tools and form_of(template.source)
+    form = body.tools and form_of(template)
     if body.tool_choice not in ('none', 'auto'):
         missing = {*body.callable_names} - {tool['function']['name'] for tool in body.tools}
         if missing or not body.tools:

@@ -191,7 +191,8 @@ def test_variables_of_the_template(model):
         assert text(thinking={}, reasoning='', reasoning_effort=False) == CHAT_PREFIX
         in_kwargs = dict(chat_template_kwargs=dict(enable_thinking=False))
         for fields in (in_kwargs, dict(reasoning_effort='none'), dict(reasoning=dict(effort='none')),
-                       dict(enable_thinking=False), dict(thinking=dict(type='disabled'))):
+                       dict(enable_thinking=False), dict(thinking=dict(type='disabled')), dict(thinking=False),
+                       dict(reasoning=dict(enabled=False), thinking=True)):
             assert text(**fields) == CHAT_PREFIX + '<think></think>'
         low, high = dict(reasoning_effort='low'), dict(reasoning_effort='high')
         assert text(**low) == text(reasoning=dict(effort='low')) == CHAT_PREFIX + 'low'

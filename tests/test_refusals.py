@@ -65,6 +65,7 @@ CHATS = [
     (dict(prompt='x'), 'prompt', '/v1/completions'), (dict(guided_json={}), 'guided_json', 'response_format'),
     (dict(max_output_tokens=5), 'max_output_tokens', 'max_tokens here'),
     (dict(thinking=dict(type='on')), 'thinking.type', "'disabled'"), (dict(documents=[{}]), 'documents', 'kwargs'),
+    (dict(think=False), 'think', 'enable_thinking'), (dict(thinking_budget=0), 'thinking_budget', 'enable_thinking'),
     (dict(function_call='f'), 'function_call', 'tool_choice'),
     (dict(messages=[]), 'messages', 'messages'), (dict(messages='hi'), 'messages', 'messages'),
     (dict(messages=None), 'messages', 'missing'), (dict(top_logprobs=3), 'top_logprobs', 'needs logprobs'),

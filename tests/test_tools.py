@@ -40,6 +40,11 @@ QWEN = """\
 {% if tools %}{{ '<|im_start|>system\\n<tools>' }}{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
 {{ '\\n</tools>\\n<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>' }}\
 {{ '<|im_end|>\\n' }}{% endif %}""" + TURNS
+HERMES3 = """\
+{{- '<tools> ' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}{{- ' </tools>' }}
+{{- "<tool_call>\n" }}
+{{- '{"name": <function-name>, "arguments": <args-dict>}\n' }}
+{{- '</tool_call>' }}"""
 LLAMA32 = """\
 {% if tools is not none %}{{ 'Respond in the format {"name": function name, "parameters": dictionary of argument name \
 and its value}.' }}{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{% endif %}
@@ -95,10 +100,10 @@ def test_the_text_with_tools_is_that_of_transformers(name, tmp_path):
 
 
 def test_the_form_of_calls_is_read_from_the_template():
-    assert form_of(QWEN) == HERMES and form_of(LLAMA32) == form_of(real_llama()) == LLAMA
-    assert form_of(SMOLLM2_TOOLS) == HERMES._replace(listed=True)
+    forms = [form_of(ChatTemplate(source)) for source in (QWEN, HERMES3, TURNS, LLAMA32, real_llama(), SMOLLM2_TOOLS)]
+    assert forms == [HERMES] * 3 + [LLAMA] * 2 + [HERMES._replace(listed=True)]
     assert ['{0,' in grammar(HERMES, TOOLS, several, str) for several in (True, False)] == [True, False]
-    assert form_of(CHAT) is form_of(XML) is form_of('<tool_call>{function-name}') is None
+    assert {form_of(ChatTemplate(source)) for source in (CHAT, XML, '<tool_call>{function-name}')} == {None}
     takes = {name: takes_several_calls(ChatTemplate(source)) for name, source in TEMPLATES.items()}
     assert takes == dict(qwen=True, llama=False, smollm2=True)
     assert shows_tools(ChatTemplate(
@@ -112,7 +117,8 @@ VALUES = st.recursive(
     st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
     | st.sampled_from(['</tool_call>', 'a"</tool_call>\\', '\\"\n<tool_call>{']),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2), max_leaves=4)
-SAID = st.text('ab <>/_tolcbe{}\n', max_size=12).map(lambda t: t.replace('<tool_call>', ''))
+SAID = st.text('ab <>/_tolcbe{}\n', max_size=12).map(lambda t: t.replace('<tool_call>', '')) | st.just(
+    'I write <tool_call> ')
 A_CALL = st.tuples(st.sampled_from(['add', 'get_weather']), st.dictionaries(st.text(max_size=3), VALUES, max_size=2))
 CUTS = st.lists(st.integers(0, 400), max_size=12)
 
@@ -183,6 +189,7 @@ def test_calls_without_tags(written, n):
         assert all(read(LLAMA, written, [n])[1] for n in range(len(written)))
     for before in 'I say: ', ';', '[':  # in one piece and in several
         assert read(LLAMA, before + written, [3, 20])[1] == read(LLAMA, before + written, [])[1] == []
+    assert Reader(HERMES, ['add']).push((HERMES.opens + '"') * 50_000, last=True)  # in time
     unclosed = HERMES.opens + '{"name": "add", "arguments": {"a": 1}}'
     assert read(HERMES, unclosed, [3, 20])[1] == [('add', dict(a=1))]
 
