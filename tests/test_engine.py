@@ -305,6 +305,8 @@ def test_what_makes_no_sense_is_refused(wrong, words):
     engine = Engine(model, EagerExecutor(model), default_pool(model.config, 6, 4))
     with pytest.raises(ValueError, match=words):
         engine.add(**(dict(prompt=[1] * 32 if 'n_keep' in wrong else [1], max_new_tokens=2) | wrong))
+    with pytest.raises(ValueError, match='another model'):
+        Engine(model, EagerExecutor(model_of('learned')))
     for how in dict(kv_bits=4), dict(most_running=0), dict(budget=0):
         with pytest.raises(ValueError, match='must be'):
             Engine(model, **how)
