@@ -48,7 +48,7 @@ class Engine:
             raise ValueError(f"kv_bits must be 0 or 8, not {kv_bits!r}")
         executor = executor or EagerExecutor(model)
         if executor.model is not model:
-            raise ValueError("the executor computes another model: make it of the one that the engine gets")
+            raise ValueError("the executor was made of another model: make it of the model that the engine gets")
         type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
         self.model, self.executor = model, executor
         self.pool = pool or default_pool(model.config, type_kv=type_kv)

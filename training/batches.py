@@ -1,6 +1,7 @@
 """Token files, their tokenizers, and batches of them, which depend on the seed, the split and the step alone."""
 import math
 import os
+import signal
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ def prepare(folder):
     if os.path.exists(script) and not os.path.exists(token_file(folder, 'train')):
         print(f"{folder} is not prepared yet: running {script}", flush=True)
         code = subprocess.run([sys.executable, script]).returncode
-        if code < 0 or code == 130:  # a signal ended it
+        if code in (130, -signal.SIGINT, -signal.SIGTERM):
             raise KeyboardInterrupt
         if code:
             raise ValueError(f"{script} failed: correct what its message above names, and start again")
