@@ -100,9 +100,9 @@ def default_peak_flops(device):
     """The highest dense FLOPS of a device by its data sheet: half precision on a GPU, float32 on a CPU; or None."""
     device = torch.device(device)
     if device.type == 'cuda':
-        sheet = {'B200': 2250e12, 'H200': 989e12, 'H100': 989e12, 'GH200': 989e12, 'A100': 312e12,
-                 'L40': 181e12, 'L40S': 362e12, 'L4': 121e12, 'A10': 125e12, 'V100': 125e12, 'T4': 65e12,
-                 '5090': 210e12, '4090': 165e12, '3090': 71e12}
+        sheet = {'GB200': 2500e12, 'B200': 2250e12, 'GH200': 989e12, 'H200': 989e12, 'H100': 989e12,
+                 'A100': 312e12, 'L40S': 362e12, 'L40': 181e12, 'L4': 121e12, 'A10G': 70e12, 'A10': 125e12,
+                 'V100S': 130e12, 'V100': 125e12, 'T4': 65e12, '5090': 210e12, '4090': 165e12, '3090': 71e12}
         name = torch.cuda.get_device_name(device)
         return next((flops for model, flops in sheet.items() if re.search(rf'\b{model}\b', name)), None)
     if device.type == 'cpu':  # two fused multiply-adds a cycle, on vectors of 8 or 16 floats, at a typical 2.6 GHz

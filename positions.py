@@ -41,7 +41,8 @@ def rotary_frequencies(head_dim, theta, scaling=()):
 
     With scaling, see rope_scaling of GPTConfig, as Llama 3.1 has it: pairs that turn less than low_freq_factor times
     within the original block_size turn `factor` times slower, those that turn more than high_freq_factor times turn as
-    before, and between the two the frequency is interpolated.
+    before, and between the two the frequency is interpolated. So with an original block_size of 1 all pairs turn
+    `factor` times slower, as with transformers' linear rope_scaling.
     """
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device='cpu')
     frequencies = float(theta) ** (-pairs / head_dim)

@@ -129,9 +129,9 @@ class Reader:
             if calls is None and self.form.closes in inside:  # it is not JSON: the first closing tag ends it
                 inside, closed, rest = (inside + closed + rest).partition(self.form.closes)
                 calls = self.calls_in(inside)
-            if calls is None:  # it is text up to the last opening tag in it: the others were mentioned
+            if calls is None:  # it is text, up to the last tag in it that may begin a call: others were mentioned
                 inside += closed
-                at = inside.rfind(opens) if opens in inside else len(inside)
+                *_, at = [len(inside), *(tag.start() for tag in re.finditer(re.escape(opens) + r'\s*[{\[]', inside))]
                 found, self.held = found + self.said(text + opened + inside[:at]), inside[at:] + rest
             else:
                 found, self.held = found + self.said(text.rstrip()) + calls, rest

@@ -119,7 +119,7 @@ def rotary(hf, args):
     """Heads and rotary positions: rope_theta and rope_scaling, or in newer files rope_parameters."""
     n_kv_head = dict(mistral=8, qwen2=32, qwen3=32, starcoder2=2).get(hf['model_type'], args['n_head'])
     for key in ('rope_parameters', 'rope_scaling'):
-        given, kinds = typed(hf, key, dict, {}), ('default', 'llama3', 'linear', 'dynamic')  # dynamic: past block_size
+        given, kinds = typed(hf, key, dict, {}), ('default', 'llama3', 'linear')
         expect(given, f'{key}.', rope_type=kinds, type=kinds, partial_rotary_factor=(1.0,))
     values, scaling = hf.get('rope_scaling') or hf.get('rope_parameters') or {}, ()  # as in transformers, not both
     kind = values.get('rope_type', values.get('type'))

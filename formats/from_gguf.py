@@ -159,7 +159,8 @@ class GGUFFile:
         divided by, the largest number of which is the factor; all models of this kind have 1 and 4 as low_freq_factor
         and high_freq_factor.
         """
-        factor = typed(of, 'rope.scaling.factor', float, 1.0) if of.get('rope.scaling.type') != 'none' else 1.0
+        factor = typed(of, 'rope.scaling.factor', float, 1.0) or 1.0
+        factor = 1.0 if of.get('rope.scaling.type') == 'none' else factor
         if FREQUENCIES not in self.tensors:
             return dict(rope_type='linear', factor=factor) if factor != 1 else None
         if factor != 1:

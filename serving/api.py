@@ -46,7 +46,9 @@ IGNORED = {  # they change no token
     'cache_prompt', 'prediction', 'include_reasoning', 'timings_per_token', 'repeat_last_n', 'mirostat_tau',
     'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent', 'service_tier', 'truncation', 'request_id',
     'dry_base', 'dry_allowed_length', 'dry_penalty_last_n', 'dry_sequence_breakers', 'adaptive_decay',
-    'reasoning_format', 'reasoning_effort', 'reasoning', 'thinking', 'enable_thinking'}  # the last ones in completions
+    'reasoning_format'}
+THINKING = {  # likewise where there is no chat template
+    'reasoning_effort', 'reasoning', 'enable_thinking', 'thinking', 'think', 'thinking_budget', 'reasoning_budget'}
 NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
     'response_format': {'type': 'text'}, 'modalities': ['text'],
     'seed': -1, 'max_tokens': -1, 'max_completion_tokens': -1, 'length_penalty': 1,
@@ -119,7 +121,7 @@ def asked_for(fields, known):
     empty = {name for name, value in fields.items()
              if not value or type(value) is dict and all(part is None for part in value.values())}
     left_out |= {name for name in empty - known - ASK_WHEN_EMPTY if not near(name, known, 0.85)}
-    left_out |= empty & ASK_NOTHING_WHEN_EMPTY
+    left_out |= empty & ASK_NOTHING_WHEN_EMPTY if 'enable_thinking' in known else THINKING
     if fields.get('best_of') == fields.get('n', 1):
         left_out.add('best_of')
     if 'none' in choices or 'auto' in choices and not (functions - left_out) & fields.keys():

@@ -356,8 +356,10 @@ class Thinking(Lenient):
 
 
 def thinking_of(given):
-    """true and false stand for the two types; an object without fields asks for nothing."""
-    return {'type': 'enabled' if given else 'disabled'} if type(given) is bool else given or None
+    """true and false stand for the two types; an object without a type asks for nothing."""
+    if type(given) is bool:
+        return {'type': 'enabled' if given else 'disabled'}
+    return None if type(given) is dict and given.get('type') is None else given
 
 
 class ConversationFields(Strict):

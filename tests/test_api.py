@@ -50,7 +50,7 @@ def events(data):
     dict(tools=[dict(type='function')], tool_choice='none'), dict(response_format=dict(type='text')), dict(stop=''),
     dict(stop=[]), dict(stop=['']), dict(store=False), dict(metadata=dict(a='b')), dict(user='me'),
     dict(service_tier='default'), dict(parallel_tool_calls=True), dict(modalities=['text']),
-    dict(reasoning_effort='low', reasoning=dict(effort='none'), thinking=True, enable_thinking=False),
+    dict(reasoning_effort='low', reasoning=dict(effort='none'), thinking=True, enable_thinking=False, think=False),
     dict(verbosity='low'), dict(prompt_cache_key='k'), dict(safety_identifier='s'), dict(best_of=1),
     dict(suffix=''), dict(logprobs=False), dict(skip_special_tokens=True),
     dict(use_beam_search=False), dict(chat_template_kwargs={}), dict(repeat_penalty=1.0), dict(stream_options={}),

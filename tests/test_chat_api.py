@@ -57,7 +57,8 @@ def test_a_conversation_of_ten_turns_on_a_pool_that_just_holds_it():
             usage = answer['usage']
             assert answer['choices'][0]['message'] == dict(role='assistant', content=text, refusal=None)
             # all full blocks of the prompt before
-            assert before - before % PAGE <= usage['prompt_tokens_details']['cached_tokens'] < usage['prompt_tokens']
+            n_cached = usage['prompt_tokens_details']['cached_tokens']
+            assert before - before % PAGE <= n_cached < usage['prompt_tokens'] and n_cached % PAGE == 0
             before = usage['prompt_tokens']
         assert usage['prompt_tokens'] + 3 > (n_pages - 1) * PAGE
         assert client.service.thread.engine.pool.n_free == n_pages
@@ -188,7 +189,7 @@ def test_variables_of_the_template(model):
             assert answer.status_code == 200, answer.text
             return tokenizer.decode(answer.json()['tokens'])
         assert text() == text(chat_template_kwargs=dict(enable_thinking=True)) == CHAT_PREFIX
-        assert text(thinking={}, reasoning='', reasoning_effort=False) == CHAT_PREFIX
+        assert text(thinking=dict(type=None), reasoning='', reasoning_effort=False) == CHAT_PREFIX
         in_kwargs = dict(chat_template_kwargs=dict(enable_thinking=False))
         for fields in (in_kwargs, dict(reasoning_effort='none'), dict(reasoning=dict(effort='none')),
                        dict(enable_thinking=False), dict(thinking=dict(type='disabled')), dict(thinking=False),

@@ -57,7 +57,6 @@ def llama_like(seed):
     if family == 'mistral':
         settings = dict(sliding_window=rng.choice([2, 5, 9]) if special else rng.choice([None, 200]))
         expected['window'] = settings['sliding_window'] if special else 0
-        rope |= {} if special else dict(rope_type='dynamic', factor=2.0)  # which is for positions past block_size
     if family == 'qwen2':
         settings = dict(use_sliding_window=special and has_bias, sliding_window=7, max_window_layers=0)
         expected |= dict(window=7 * (special and has_bias), qkv_bias=True)

@@ -128,7 +128,7 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
         ('qk_ln', True), ('clip_qkv', 8.0), ('alibi', False), ('alibi_bias_max', 16), ('softmax_scale', 0.1),
         ('attn_type', 'grouped_query_attention'), ('prefix_lm', True))],
     *[(hf, {key: {name: value}}, f'{key}.{name} is {value!r}') for hf, key, name, value in (
-        (STARCODER2_3B, 'rope_parameters', 'rope_type', 'yarn'), (LLAMA_3_2_1B, 'rope_scaling', 'type', 'longrope'),
+        (STARCODER2_3B, 'rope_parameters', 'rope_type', 'yarn'), (LLAMA_3_2_1B, 'rope_scaling', 'type', 'dynamic'),
         (STARCODER2_3B, 'rope_parameters', 'partial_rotary_factor', 0.5))],
     (LLAMA_3_2_1B, dict(attention_bias=True), 'mlp_bias is False'),
     (LLAMA_3_2_1B, dict(layer_types=['full_attention', 'sliding_attention'] * 8), '(layer_types)'),

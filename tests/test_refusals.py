@@ -60,7 +60,7 @@ COMPLETIONS = [
     (dict(modalities=['text', 'audio']), 'modalities', 'text only'), (dict(zzzz=1), 'zzzz', 'leave it out'),
     (dict(temprature=0), 'temprature', 'did you mean temperature'), (dict(messages=[{}]), 'messages', 'chat'),
     (dict(prompt_logprobs=0), 'prompt_logprobs', 'echo'),
-    (dict(max_completion_tokens=5), 'max_completion_tokens', 'max_tokens'),]
+    (dict(max_completion_tokens=5), 'max_completion_tokens', 'max_tokens')]
 CHATS = [
     (dict(prompt='x'), 'prompt', '/v1/completions'), (dict(guided_json={}), 'guided_json', 'response_format'),
     (dict(max_output_tokens=5), 'max_output_tokens', 'max_tokens here'),

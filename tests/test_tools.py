@@ -189,8 +189,11 @@ def test_calls_without_tags(written, n):
         assert all(read(LLAMA, written, [n])[1] for n in range(len(written)))
     for before in 'I say: ', ';', '[':  # in one piece and in several
         assert read(LLAMA, before + written, [3, 20])[1] == read(LLAMA, before + written, [])[1] == []
-    assert Reader(HERMES, ['add']).push((HERMES.opens + '"') * 50_000, last=True)  # in time
     unclosed = HERMES.opens + '{"name": "add", "arguments": {"a": 1}}'
+    reader = Reader(HERMES, ['add'])
+    assert len(reader.push('<tool_call>{"name": "no", "arguments": {"a": "<tool_call>"}}</tool_call>') + reader.push(
+        unclosed + HERMES.closes)) == 2  # each when it is complete
+    assert Reader(HERMES, ['add']).push((HERMES.opens + '"') * 50_000, last=True)  # in time
     assert read(HERMES, unclosed, [3, 20])[1] == [('add', dict(a=1))]
 
 
