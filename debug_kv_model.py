@@ -4,9 +4,9 @@ the cache does in a step. KV_DEBUG_LAYER=n keeps one layer's lines.
 
     KV_DEBUG=1 KV_DEBUG_LAYER=0 python sample.py --num_samples=1 --max_new_tokens=5
 
-With KV_DEBUG=page sample.py writes a page instead: debug_kv_page.py is told what the model does. It inherits everything
-and copies nothing. It also checks its own trace: a line with !!! says that something is wrong. The environment is read
-when the model runs.
+With KV_DEBUG=page sample.py writes a page instead: debug_kv_page.py is told what the model does. The traced model
+inherits everything and copies nothing. It also checks its own trace: a line with !!! says that something is wrong. The
+environment is read when the model runs.
 """
 import os
 import sys

@@ -86,8 +86,8 @@ def ring_slots(positions, config):
 
 def positions_in_ring(last, n, config):
     """
-    The position in each of the first n slots when `last`, int64 (..., 1), is the newest, int64 (n,) or (..., n). A slot
-    that is still empty has a position after `last`.
+    The position in each of the first n slots, int64 (n,) or (..., n), when the newest position is `last`, int64
+    (..., 1). A slot that is still empty has a position after `last`.
     """
     c, slots = config, torch.arange(n, device=last.device)
     if not c.window:
@@ -133,7 +133,7 @@ class Positions:
 
     @cached_property
     def ends(self):
-        """(the positions of each sequence, with its new tokens, int64 (B,); the most, an int); of a q_pos (B, T)."""
+        """For a q_pos (B, T): (the length of each sequence with its new tokens, int64 (B,); the largest, an int)."""
         end = self.q_pos[:, -1] + 1
         return end, int(end.max())
 
@@ -189,8 +189,8 @@ class Positions:
 
     def mask_with_sinks(self, mask, q, k, key_positions):
         """
-        The mask of `mask`, with what a second rotation of the queries changes in the scores of the sinks, which are
-        never further away than n_sink + window - 1. q: the queries before any rotation, k: the rotated keys.
+        `mask`, plus the changes in the scores of the sinks by a second rotation of the queries: in it a sink is never
+        further away than n_sink + window - 1. q: the queries before any rotation, k: the rotated keys.
         """
         if mask is None:  # nothing is that far away
             return None

@@ -4,8 +4,8 @@ Executors: one step of a model for any sequences, as fast as the device allows.
     outputs = executor.execute_model(batch)     # see batch.py
 
 An executor has a `name`; the `model` that it computes; `hold(layers)`, which gives it the storage of its slots, then
-its `layers`; `type_kv`, the type of keys and values that it computes; `refresh()`, after which it goes on with the
-weights of now; and `torch_on_one_thread()`, a context manager for a loop of steps. It may have `most_sequences`, the
+its `layers`; `type_kv`, the type of keys and values that it computes; `refresh()`, which makes it use the model's
+present weights; and `torch_on_one_thread()`, a context manager for a loop of steps. It may have `most_sequences`, the
 most that run at a time; `prepare()`, slow work that is done before the first request; and `draft`, which proposes its
 tokens.
 
@@ -34,7 +34,7 @@ SPECULATE = 'auto', 'off', 'int4', 'int8', 'ngram'
 MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU executor reads
 LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
 DRAFTED_BYTES = 2**24  # of weights: with fewer, a step takes about as long as the Python code of a round with drafts
-DRAFTS = {'float32': 'int8', 'bfloat16': 'int4'}  # who proposes for which weights: int8 draws more of their tokens
+DRAFTS = {'float32': 'int8', 'bfloat16': 'int4'}  # {weights: draft}; an int8 draft's tokens are accepted more often
 DRAFTED_SEQUENCES = 8  # of a call: with more, the rows of a chunk cost nearly as much as single steps
 
 
@@ -97,11 +97,12 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     The executor `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
 
     name: 'eager' (PyTorch), 'cpu' (numba), 'gpu' (Triton), or 'auto': on a CPU the numba one, on CUDA the one with
-        Triton's kernels, elsewhere the eager one. 'auto' is eager for models that these do not know, and stderr says
-        so; and on a CPU for batches above LARGEST_BATCH, another dtype and kv_bits that the numba one does not have.
-    weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba executor reads them. threads: how many it
-        uses; None or 0 lets it choose by timing a few steps. Where one of the two is given, it is that executor or a
-        ValueError.
+        Triton's kernels, elsewhere the eager one. For models that these do not support, 'auto' takes the eager one and
+        says so on stderr. On a CPU it also takes it for batches above LARGEST_BATCH, for a dtype other than float32,
+        and for kv_bits that the numba one does not have.
+    weights: 'float32', 'bfloat16', 'int8' or 'int4', the type in which the numba executor reads them. threads: how
+        many it uses; None or 0 lets it choose by timing a few steps. If one of the two is not at its default, the
+        result is the numba executor or a ValueError.
     speculate: who proposes tokens to the numba executor, see `speculative`: 'int4' or 'int8', the same weights in fewer
         bits; 'ngram', the sequence itself; 'off', nobody. 'auto' is the type in DRAFTS for weights of DRAFTED_BYTES or
         more and up to DRAFTED_SEQUENCES sequences, or `draft`, a `drafts.ModelDraft`.

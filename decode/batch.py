@@ -107,8 +107,8 @@ class Batch:
 
     def rows(self):
         """
-        The numbers of the rows, of N, whose logits a single step computes, int64 (W,); and for each sequence the slice
-        of them that is its own. The last one of a sequence that draws is the one it draws from.
+        The rows, out of N, whose logits a single step computes: their numbers, int64 (W,), and for each sequence the
+        slice of these that belongs to it. A sequence that draws does so from the last row of its slice.
         """
         rows, parts, first = [], [], 0
         for count, n, every in zip(self.counts, self.n_steps.tolist(), self.prompt_logits):
@@ -149,8 +149,9 @@ def now():
 
 def slots_between(sequences, low, high):
     """
-    The slots of the positions low to high - 1, int64 (S,), of each sequence: (seq, position, slot), int64 (K,), the
-    number of the sequence in ascending order, then the position. `Refused` if a position has no slot.
+    The slots of the positions low to high - 1 of each sequence; low and high are int64 (S,). Returns (seq, position,
+    slot), int64 (K,) each, sorted by seq, the number of the sequence, and then by position. `Refused` if a position
+    has no slot.
     """
     tables = [s.runs.table[:s.runs.n] for s in sequences]
     of_run = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
@@ -169,8 +170,8 @@ def slots_between(sequences, low, high):
 
 def step_slots(config, batch):
     """
-    The slots of a batch as arrays: (own, seq, position, slot). own: int64 (N,), the slot of each new token. The others
-    are of all keys that the new tokens see, their own included, see `slots_between`.
+    The slots of a batch as arrays: (own, seq, position, slot). own: int64 (N,), the slot of each new token. seq,
+    position and slot list all keys that the new tokens see, including their own, as `slots_between` returns them.
     """
     n_new = np.array(batch.counts)
     last = n_new.cumsum() - 1

@@ -8,18 +8,18 @@ REFUSED = "use decoder=eager, the executor in PyTorch"
 
 
 def gpts_of(model):
-    """The classes named GPT that a model is of: model.py's, or the traced one and that."""
+    """The classes named GPT among a model's base classes: model.py's alone, or the traced one and model.py's."""
     return [kind for kind in type(model).__mro__ if kind.__name__ == 'GPT']
 
 
 def is_changed(module):
-    """Does a module something before or after the forward of its class, or in its place?"""
+    """Does a module run anything before, after or in place of the forward of its class?"""
     return bool(module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module)
                 or module._compiled_call_impl or getattr(module, 'max_norm', None) is not None)
 
 
 def check_own_forward(model, names=('forward', 'hidden_states'), advice=REFUSED):
-    """ValueError if a class has replaced one of these methods of the GPT that it is derived from, or has hooks."""
+    """ValueError if a class derived from GPT overrides one of these methods, or if the model or torch has hooks."""
     kinds, gpts = type(model).__mro__, gpts_of(model)
     for kind in kinds[:kinds.index(gpts[-1])] if gpts else ():
         changed = {*names} & set(vars(kind)) if kind not in gpts else None
@@ -33,8 +33,8 @@ def check_own_forward(model, names=('forward', 'hidden_states'), advice=REFUSED)
 
 def check_unchanged(model):
     """
-    ValueError unless the model is the GPT of model.py that its config says, so that the config and the weights alone
-    say what it computes: the same modules of the same classes and shapes, with biases or without, and no hooks.
+    ValueError unless the model is the GPT of model.py that its config describes: the same modules of the same classes
+    and shapes, with biases or without, and no hooks. The config and the weights alone then say what it computes.
     """
     check_own_forward(model)
     if not gpts_of(model):

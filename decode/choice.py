@@ -19,7 +19,7 @@ REST = 100           # between two rounds, steps take at least so many times wha
 
 class StepChoice:
     """
-    way: (threads, how many bytes ahead weights are prefetched) of the next step; `record` takes how long that step
+    way: of the next step, (threads, how many bytes ahead weights are prefetched). `record` is told how long that step
     took.
 
     candidates: the ways to choose from, beginning with the first guess. trials: {way: nanoseconds of a step}, of the
@@ -68,7 +68,7 @@ class StepChoice:
                 self.end_window()
 
     def end_trial(self):
-        # of up to four long steps the shortest counts: the first step of a new cache waits for memory from the system
+        # up to four steps: the shortest counts, because the first step of a new cache waits for memory from the system
         self.trials[self.way] = self.least if self.steps <= 4 else self.ns / self.steps
         self.spent.append((self.ns, self.steps))
         if self.waiting:

@@ -18,7 +18,7 @@ from decode.tables import DrawTable, StepTables, check_layers
 from decode.weights import CACHED, PREFETCHED, WEIGHTS, PackedWeights, check_model, kept_in, padded
 from device import torch_on_one_thread
 
-BYTES_A_THREAD = 2**22  # of weights, for which the first guess takes one more thread
+BYTES_A_THREAD = 2**22  # the first guess takes one more thread for each so many bytes of weights
 CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
 
 BESIDE = '''
@@ -69,7 +69,7 @@ class CPUExecutor:
                 f"thread{'s' * (self.n_threads > 1)}")
 
     def refresh(self):
-        """Pack the weights of now."""
+        """Pack the model's present weights."""
         check_model(self.model)
         c = self.model.config
         if shape_of(c) != self.shape:
@@ -139,10 +139,10 @@ class CPUExecutor:
 
     def steps(self, batch, going, newest, done, n, logits):
         """
-        Up to n steps of the sequences of a batch with the numbers `going`, after their newest tokens. It stops where a
-        sequence ends. done: how many steps of the call were made already. logits: float32 (n, len(going), vocab_size),
-        or (1, ...) for those of the last step only. Returns (tokens (n or fewer, len(going)), does no other step
-        follow?)
+        Make up to n steps of the sequences number `going` of a batch, after their newest tokens, until a sequence ends
+        or the call is late. done: how many steps of the call were made already. logits: float32 (n, len(going),
+        vocab_size), or (1, ...) for those of the last step only. Returns (tokens (n or fewer, len(going)), True if no
+        other step follows).
         """
         sequences, R, made = [batch.sequences[i] for i in going], len(going), 0
         n_largest = self.n_largest(sequences, batch.logprobs)
@@ -157,14 +157,14 @@ class CPUExecutor:
         while made < n and not ended:
             n_threads, choice = self.prepare_call(R, is_screened=n_largest > 0)
             began = time.perf_counter_ns()
-            # a step that is timed alone, or not at all, is a call of its own
+            # a step that is timed alone (a trial), or not timed (after a pause), is a call of its own
             tables.ask_for(1 if choice and (choice.is_trial or choice.is_first(began)) else n - made, n_largest)
             refused = step(*tables.addresses, n_threads, workers.address)
             made += (n_drawn := int(tables.sizes[layout.N_DRAWN]))
-            if made and tables.sizes[layout.NOT_NUMBERS]:  # the next call says so, after these tokens
+            if made and tables.sizes[layout.NOT_NUMBERS]:  # these tokens count; the next call raises `NotNumbers`
                 return tokens[1:made + 1], True
             self.after_call(refused, choice, began, n_drawn)
-            if n_largest and not tables.sizes[layout.N_LARGEST]:  # the bounds leave too few tokens out
+            if n_largest and not tables.sizes[layout.N_LARGEST]:  # the bounds exclude too few tokens
                 self.packed.is_screened, n_largest = False, 0
             ended = bool(tables.sizes[layout.ENDED])
         return tokens[1:made + 1], ended
@@ -188,8 +188,8 @@ class CPUExecutor:
 
     def logits_of(self, batch, tokens, positions, counts, wanted, way=None):
         """
-        The logits of the rows `wanted`, float32 (W, vocab_size), of one step of a batch's sequences, which bring so
-        many of the new tokens each. A step of more than CHUNK rows is several, which are checked before the first one.
+        The logits of the rows `wanted`, float32 (W, vocab_size), of one step of a batch's sequences. counts: how many
+        of the tokens each sequence brings. More than CHUNK rows are computed in several steps, after a check of all.
         way: of a `StepChoice`, by default what `choice` has found.
         """
         N, S, address = len(tokens), len(counts), tokens.ctypes.data
@@ -215,8 +215,9 @@ class CPUExecutor:
 
     def prepare_call(self, n_rows, way=None, is_screened=False):
         """
-        Set how far weights are prefetched, and make the threads ready, for a call of the kernel in this way, by default
-        that of `choice`. Returns the number of threads, and the `StepChoice` that records the call's time, or None.
+        Prepare a call of the kernel: set how far ahead weights are prefetched, and make the threads ready. way: by
+        default that of `choice`. Returns the number of threads, and the `StepChoice` that records the call's time, or
+        None if `way` is given.
         """
         choice = None if way else self.choice(n_rows, is_screened)
         n_threads, ahead = way or choice.way
@@ -225,9 +226,9 @@ class CPUExecutor:
 
     def after_call(self, refused, choice, began, n_drawn=0, after_pause=False):
         """
-        What follows a call of the kernel that began at this time, in nanoseconds. n_drawn: after how many steps tokens
-        were drawn. after_pause: does its time count after a pause too? `Refused` if the kernel refused the step,
-        `NotNumbers` if its logits are not numbers.
+        Record the time of a call of the kernel that began at `began`, in nanoseconds. n_drawn: the number of steps
+        after which tokens were drawn. after_pause: does the time count after a pause too? `Refused` if the kernel
+        refused the step, `NotNumbers` if its logits are not numbers.
         """
         workers.ended = time.perf_counter_ns()
         ns, ns_drawing = workers.ended - began, int(self.tables.sizes[layout.DRAW_NS])
@@ -238,7 +239,7 @@ class CPUExecutor:
             choice.record(ns - ns_drawing, 0 if after_pause else began, max(1, n_drawn), ns_drawing)
 
     def refuse(self, why):
-        """Raise `Refused` for what kernel/step.py has found, unless it is nothing."""
+        """Raise `Refused` with a message if `why`, the reason that kernel/step.py has returned, is not 0."""
         if not why:
             return
         seq, position = map(int, self.tables.arrays[layout.REFUSED_AT])

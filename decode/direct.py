@@ -15,10 +15,10 @@ from decode.changes import check_own_forward, gpts_of, is_changed
 
 def direct_model(model):
     """
-    A model's own code on its parameters and modules of now. Values of weights may change.
+    A model's own code, bound to its present parameters and modules. The values of weights may change later.
 
     Its `hidden_states` and `lm_head` are called directly, as in eval mode. Modules that are not of model.py or torch,
-    or were changed, are called as they are, and so is a model with a forward of its own, or that is no GPT.
+    or were changed, are called as they are. A model with a forward of its own, or that is no GPT, is returned itself.
     """
     try:
         check_own_forward(model)
@@ -64,7 +64,7 @@ def gelu(module):
     return function
 
 
-FUNCTIONS = {  # {class of torch: a function of a module of it, which returns what computes its forward}
+FUNCTIONS = {  # {class of torch: (a module of that class) -> the function that computes its forward}
     nn.LayerNorm: lambda m: partial(F.layer_norm, normalized_shape=m.normalized_shape, weight=m.weight, bias=m.bias,
                                     eps=m.eps),
     nn.RMSNorm: lambda m: partial(F.rms_norm, normalized_shape=m.normalized_shape, weight=m.weight, eps=m.eps),

@@ -28,8 +28,8 @@ def draft_for(draft, target):
 
 def drawn_by(executor, sequences, new, k):
     """
-    Up to k tokens that an executor draws of each sequence after new ones, a list of each: int64 (n, S). They are drawn
-    with the noise of their places: so they are more often the tokens that the model itself draws there.
+    Up to k tokens that an executor draws for each sequence, int64 (n, S). new: the tokens that each sequence brings
+    before them, lists. A draw has the noise that the model's own draw has there, so the two agree more often.
     """
     S = len(sequences)
     positions = np.concatenate([np.arange(len(of_s)) + s.n_computed for s, of_s in zip(sequences, new)])
@@ -82,8 +82,8 @@ class PackedDraft:
 
 class NgramDraft:
     """
-    The sequence itself: its last n tokens have come before, and what came after them is proposed; first n = LONGEST is
-    looked for, last SHORTEST. Known as prompt lookup. ngrams: {sequence of the last call: its `Ngrams`}.
+    The sequence itself (prompt lookup): its last n tokens are looked for earlier in it, and what came after them there
+    is proposed. n is LONGEST first, SHORTEST last. ngrams: {sequence of the last call: its `Ngrams`}.
     """
     name, cost = 'n-grams of the text', 0
 
@@ -107,15 +107,15 @@ class NgramDraft:
 
 class Ngrams:
     """
-    The n-grams of a list of tokens that grows. ends: {n-gram: the number of the token that follows it where it comes
-    last}, of n-grams that one of the first n_known tokens follows.
+    The n-grams of a list of tokens that grows. ends: {n-gram: the number of the token after its last occurrence}, for
+    the n-grams that are followed by one of the first n_known tokens.
     """
 
     def __init__(self, tokens):
         self.tokens, self.n_known, self.ends = tokens, 0, {}
 
     def after(self, k):
-        """Up to k tokens that follow the last n-gram with which the tokens end."""
+        """Up to k tokens that followed the longest known n-gram with which the tokens end."""
         tokens = self.tokens
         for end in range(self.n_known, len(tokens)):
             for size in range(SHORTEST, min(LONGEST, end) + 1):
@@ -130,9 +130,9 @@ class Ngrams:
 
 class ModelDraft:
     """
-    Another model with the same vocabulary, usually a smaller one. executor: of it, on the slots of pool, a
-    `kvcache.PagePool`; nothing else uses the two. It follows the sequences of the calls, whatever becomes of these in
-    the pool of the model. Where there is no room for all, or one fills its context, it proposes nothing.
+    Another model with the same vocabulary, usually a smaller one. executor: that model's, with the slots of `pool`, a
+    `kvcache.PagePool`; nothing else uses the two. The pool has the sequences of the last call, whatever the model's
+    own pool does with them. If there is no room for all, or one fills its context, the draft proposes nothing.
 
     sequences: {sequence of the last call: its `DraftSequence`}.
     """
@@ -154,7 +154,7 @@ class ModelDraft:
         self.sequences = {}
 
     def propose(self, batch, k, n_threads):
-        if self.unfinished:  # an exception has ended the call before, at any place
+        if self.unfinished:  # an exception ended the previous call, at an unknown place
             self.forget()
         self.unfinished, before = True, self.sequences
         self.sequences = {s: before.pop(s, None) or self.begin(s) for s in batch.sequences}
@@ -178,8 +178,8 @@ class ModelDraft:
 
     def has_room(self, s, k):
         """
-        Are there positions and slots for all tokens of a sequence and k proposals? The proposals that were drawn since
-        are counted as computed before.
+        Are there positions and slots for all tokens of a sequence and k proposals? First the last proposals that were
+        drawn since are counted as computed.
         """
         self.pool.computed(s, s.n_right())
         s.proposed, n_positions = [], len(s.tokens) + k - 1  # the last proposal needs none
@@ -187,7 +187,7 @@ class ModelDraft:
         return n_positions <= most and self.pool.extend(s, n_positions - s.n_computed)
 
     def compute(self, sequences, new, k):
-        """`drawn_by` of sequences, whose new tokens are computed then."""
+        """`drawn_by` of sequences. Their new tokens then count as computed."""
         proposals = drawn_by(self.executor, sequences, new, k)
         for s, of_s in zip(sequences, new):
             self.pool.computed(s, len(of_s))
@@ -196,8 +196,8 @@ class ModelDraft:
 
 class DraftSequence:
     """
-    A sequence in the pool of a `ModelDraft`. It has what an executor and a pool read of a sequence. proposed: what was
-    proposed last; all of it but the last one is in the slots after n_computed.
+    A sequence in the pool of a `ModelDraft`, with the attributes that an executor and a pool read. proposed: the last
+    proposals; the keys and values of all but the last of them are in the slots after n_computed.
     """
     whole = True
 

@@ -29,9 +29,9 @@ class DrawSettings:
 
     values: the numbers of SETTING_NAMES. temperature divides the logits, 0 takes the largest. top_k keeps the k largest
     and ties with the k-th, 0 keeps all. min_p keeps those with at least this share of the largest probability. top_p
-    keeps the fewest that hold this much probability. presence_penalty and frequency_penalty are subtracted from the
-    logit of a token that was drawn, once and for each time. repetition_penalty divides the positive logits of all
-    tokens of the sequence, and multiplies the negative ones.
+    keeps the fewest that hold this much probability. presence_penalty is subtracted once from the logit of a token that
+    was drawn, frequency_penalty once for each time that it was drawn. repetition_penalty divides the positive logits of
+    all tokens of the sequence, and multiplies the negative ones.
     seed: of the noise. stop_ids: tokens that end the sequence, ascending; they are not drawn before min_tokens others.
     logit_bias: {token: what is added to its logit}, kept as bias_tokens and biases, int64 and float64 (n,).
     allowed: None, or a bitmap, int64 (vocab_size // 64 + 1,): only tokens t whose bit t % 64 of number t // 64 is 1
@@ -71,7 +71,7 @@ class DrawSettings:
         return new
 
     def count(self, drawn):
-        """Let `counts`, for penalties, be of these tokens, which the sequence has drawn so far, a list."""
+        """Make `counts`, which penalties read, those of `drawn`, a list of all tokens that the sequence has drawn."""
         if self.penalised and (self.counts is None or self.n_counted != len(drawn)):
             self.counts = np.bincount(np.array(drawn, np.int64), minlength=self.vocab_size)
             if self.in_prompt is None:
@@ -109,9 +109,9 @@ def check_values(temperature, top_k, top_p, min_p, presence_penalty, frequency_p
 
 def draw(logits, settings, numbers):
     """
-    The next token of each row, int64 (B,): logits (B, vocab_size), the `DrawSettings` of each row, and the number of
-    its token, which counts those that its sequence has drawn, from 0 on. Settings with penalties have counted the
-    tokens before it, see `DrawSettings.count`.
+    The next token of each row of logits (B, vocab_size), int64 (B,). settings: the `DrawSettings` of each row. numbers:
+    how many tokens the sequence of each row has drawn before. Settings with penalties must have counted these tokens,
+    see `DrawSettings.count`.
     """
     if logits.device.type == 'mps':  # it has no float64
         return draw(logits.cpu(), settings, numbers).to(logits.device)
@@ -185,9 +185,9 @@ def kept_by_top_k(logits, k):
 
 def exponential_noise(seeds, numbers, tokens):
     """
-    The noise of tokens, integers (B, n) or (1, n), as float64 (B, n): row b is of the sequence with seed b and of its
-    token number b. It is minus the logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the
-    three.
+    The noise of tokens, integers (B, n) or (1, n), as float64 (B, n). Row b is for the sequence with seeds[b] and its
+    draw numbers[b]. Noise is minus the logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the
+    seed, the number and the token.
     """
     # Python's integers are faster than NumPy's arrays for a few rows
     keys = np.array([mixed(mixed(seed + GOLDEN) + (number + 1) * GOLDEN) for seed, number in zip(seeds, numbers)],
@@ -212,8 +212,8 @@ def mixed(x):
 
 def log_probabilities(logits, tokens, k):
     """
-    Of each row of logits (n, vocab_size) and its token: (log probability, the k likeliest tokens, their log
-    probabilities), lists (n,), (n, k) and (n, k); of equal ones the first comes first.
+    For each row of logits (n, vocab_size) and its token: (the token's log probability, the k likeliest tokens, their
+    log probabilities), lists (n,), (n, k) and (n, k). Equally likely tokens are in ascending order.
     """
     logits = (logits.cpu() if logits.device.type == 'mps' else logits).float()  # mps has no float64
     largest = logits.amax(dim=-1, keepdim=True)

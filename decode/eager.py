@@ -58,7 +58,7 @@ class EagerExecutor:
         """The logits of these rows, (W, vocab_size)."""
         model, counts, S = self.direct, batch.counts, len(batch.sequences)
         device = self.model.lm_head.weight.device
-        T = counts[0] if counts.count(counts[0]) == S else 0  # sequences with as many new tokens each are a batch
+        T = counts[0] if counts.count(counts[0]) == S else 0  # T new tokens each: a batch (S, T); 0: one packed row
         layers = self.views_of(batch, T)
         if layers is None:
             own, *found = step_slots(self.model.config, batch)
@@ -112,8 +112,8 @@ def check_step(model, batch):
 
 def padded_keys(S, seq, position, slot):
     """
-    Of what `step_slots` says: (the slots that are read (S, K), the position of each (S, K), None). Short sequences
-    repeat a slot, at position NOWHERE.
+    The keys that `step_slots` lists, a row for each sequence: (slots (S, K), positions (S, K), None). Short sequences
+    are padded: they repeat a slot, at position NOWHERE.
     """
     n_keys = np.bincount(seq, minlength=S)
     K = int(n_keys.max())
@@ -127,8 +127,8 @@ def padded_keys(S, seq, position, slot):
 
 def packed_keys(counts, seq, position, slot):
     """
-    The same for N tokens that are one row over the keys of all sequences: (slots (1, K), positions (1, K), which token
-    sees which key (1, N, K)).
+    The same keys in one row for all N tokens: (slots (1, K), positions (1, K), bool (1, N, K): is the key one of the
+    token's own sequence?)
     """
     seq_of_token = np.repeat(np.arange(len(counts)), counts)
     return slot[None], position[None], (seq_of_token[:, None] == seq)[None]

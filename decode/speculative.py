@@ -3,9 +3,9 @@ Speculative decoding (arXiv:2211.17192): an executor around an executor. Its tok
 
 A draft proposes the next k tokens of each sequence. One step of the target, the model's own executor, computes them all
 as a chunk after the newest token: k + 1 rows of logits, which have the same bits as those of k + 1 single steps. From
-these rows the model draws its own tokens, each with the noise that the token has without a draft, as long as what it
-draws is what was proposed. The last token that it draws is another one than was proposed, or stands after all
-proposals. So a round gives 1 to k + 1 tokens, and no draft changes one.
+these rows the model draws its own tokens, each with the noise that the token has without a draft. A round ends with
+the first token that differs from its proposal, or with the token after all k proposals. So it gives 1 to k + 1 tokens,
+and a draft changes none of them.
 """
 import time
 from collections import defaultdict, deque
@@ -21,10 +21,10 @@ from decode.kernel.step import workers
 MOST_PROPOSALS = 15  # of a sequence in a round
 FIRST_PROPOSALS, TRIAL_ROUNDS = 4, 4  # of a trial
 GAIN = 1.08          # drafts are used where they are expected to be so many times faster than plain steps
-REST = 60            # after a trial that has shown no gain, plain steps take so many times what it has cost
+REST = 60            # after a trial without gain, plain steps are made for so many times the cost of the trial
 LONGEST_REST = 16    # at most so many times longer, after several such trials
 ROUNDS = 64          # after so many rounds one plain step is timed
-DECAY = 0.95         # a round counts so much less for the acceptance than the round after it
+DECAY = 0.95         # the weight of a round in sums over rounds, relative to the round after it
 recent = partial(deque, maxlen=5)  # the times of the last steps of a kind
 
 
@@ -55,7 +55,7 @@ class Drafting:
         self.layers = layers
 
     def refresh(self):
-        """Go on with the weights of now."""
+        """Use the model's present weights from now on."""
         self.target.refresh()
         self.draft.refresh()
 
@@ -110,11 +110,11 @@ class Pace:
     """
     How many tokens to propose in a round, for a number of sequences: k; 0 is plain steps.
 
-    It begins with plain steps for `rest` nanoseconds, then makes a trial: TRIAL_ROUNDS rounds with FIRST_PROPOSALS,
-    after one that is not counted, because it waits for memory and caches, or for the draft. From then on the k is
-    taken for which the most tokens are expected in a second. If that is not GAIN times what plain steps give, these
-    follow until they have taken REST times what the trial has cost; twice as long after each further trial that fails,
-    LONGEST_REST times at most.
+    It begins with plain steps for `rest` nanoseconds, then makes a trial of TRIAL_ROUNDS rounds with FIRST_PROPOSALS.
+    One round before these is not counted, because it waits for memory and caches, or for the draft. From then on k
+    is the number for which the most tokens a second are expected. If these are fewer than GAIN times those of plain
+    steps, plain steps follow until they have taken REST times the cost of the trial. Each further trial that fails
+    doubles this time, up to LONGEST_REST times.
 
     It measures the nanoseconds of a plain step, `plain`; of a proposal, `draft`; and of a chunk of n tokens of each
     sequence with its draws, `chunks` {n: nanoseconds}. It counts the proposals that were compared with a draw, `tried`,
@@ -188,9 +188,9 @@ class Pace:
 
     def chunk_times(self):
         """
-        The nanoseconds of chunks of 1 to MOST_PROPOSALS + 1 tokens of each sequence, an array. Some of them are known:
-        those of a size that was measured three times, or of any measured size if there is none; and those of one token,
-        by the plain steps. A chunk takes no longer than a larger one. Others lie on the lines between those known.
+        The nanoseconds of chunks of 1 to MOST_PROPOSALS + 1 tokens of each sequence, an array. Sizes that were measured
+        three times are known, or all measured sizes if there are none; one token is known from the plain steps. A chunk
+        takes no longer than a larger one. Other sizes are on the lines through the known ones.
         """
         enough = 2 if any(n > 1 and len(times) > 2 for n, times in self.chunks.items()) else 0
         known = {1: self.plain} | {n: times for n, times in self.chunks.items() if len(times) > enough}

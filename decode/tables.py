@@ -139,9 +139,9 @@ class DrawTable:
 
     def describe(self, sequences, done, return_soon, until, n=1):
         """
-        Write the table for these sequences, which have drawn `done` tokens in this call. n: each has so many rows of
-        logits, side by side, of which a draw reads one. return_soon: of `Batch`, one array for all calls. Returns the
-        table's address.
+        Write the table for these sequences, which have drawn `done` tokens in this call. n: how many rows of logits
+        each sequence has, side by side; a draw reads one of them. return_soon: of `Batch`, one array for all calls.
+        Returns the table's address.
         """
         settings = [s.settings for s in sequences]
         for s in sequences:
@@ -180,8 +180,8 @@ class DrawTable:
     def draw(self, sequences, logits, proposals=()):
         """
         The next tokens of each sequence, a list of lists, from logits float32 (S, n, vocab_size), contiguous: those
-        after its newest token and after each of n - 1 proposals, int64 (n - 1, S). A sequence draws on while what it
-        draws is what was proposed, and no stop token: the logits after any other token are not those of its text.
+        after its newest token and after each of n - 1 proposals, int64 (n - 1, S). A sequence draws on while its token
+        equals the proposal and is no stop token: after another token the next logits are not those of its text.
         """
         (S, n, V), going, found = logits.shape, range(len(sequences)), [[] for _ in sequences]
         tokens, table = np.empty(S, np.int64), self.describe(sequences, 0, np.zeros(1, np.int64), 2**63 - 1, n)

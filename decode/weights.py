@@ -157,8 +157,8 @@ def quantise_int4(w, squares=None):
     int4 weights: w (rows, K) -> (whole (rows, K) in 0 ... 15 as float32, scale and low (rows, K / SCALE_GROUP),
     bfloat16 numbers as float32), w = low + whole * scale of its group, rounded to the nearest.
 
-    squares: (K,), see `input_squares`. For the whole numbers that the least and the largest weight of a group give, the
-    scale and low are those with the least squared error of the products with the inputs.
+    squares: (K,), see `input_squares`. First the least and the largest weight of a group give whole numbers. For these,
+    the scale and low are then those with the least squared error of the products with the inputs.
     """
     groups = w.unflatten(1, (-1, SCALE_GROUP))
     h = torch.ones(w.size(1)) if squares is None or not squares.any() else squares + 1e-4 * squares.mean()
@@ -215,9 +215,9 @@ def parts_of(w, n, K):
 
 def kept_in(model, weights):
     """
-    The type in which the packed copy keeps weights: bfloat16 for float32 if all matrices are bfloat16 or hold bfloat16
-    numbers alone, as in most published models. Half of the bytes then give the same bits: the kernel widens them. A
-    float32 matrix that is not in memory is not looked at, and keeps all of them in float32.
+    The type in which the packed copy keeps weights: `weights`, but bfloat16 instead of float32 if all numbers of all
+    matrices are bfloat16 numbers, as in most published models. Half of the bytes then give the same bits: the kernel
+    widens them. If a float32 matrix is not in memory, it is not looked at, and all matrices stay float32.
     """
     def is_bfloat16(p):
         return p.dtype is torch.bfloat16 or not p.is_meta and not any(

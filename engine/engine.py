@@ -34,10 +34,10 @@ class Engine:
     prompt sooner, and let the other sequences wait longer. most_running: the most sequences that have slots. kv_bits: 0
     stores keys and values as the executor computes them, 8 rounds them. ValueError if these do not go together.
 
-    The tokens and logits of a sequence are those that it has alone, with a compiled executor bit for bit, whoever else
-    runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. All keys and
-    values are computed again after an exception inside of a call (but not `Refused`), after an interrupt, and when the
-    first call after an `add` finds that weights have changed.
+    A sequence has the same tokens and logits as when it runs alone, with a compiled executor bit for bit: other
+    sequences, remembered pages and preemption do not change them. Tokens are the only record. All keys and values are
+    computed again after an exception inside of a call (but not `Refused`), after an interrupt, and when the first call
+    after an `add` finds that weights have changed.
 
     longest_call: seconds that a call of several steps takes at most. return_soon: another thread may set return_soon[0]
     to 1; then the present call returns soon, and so does each later one until it is set back to 0.
@@ -361,8 +361,8 @@ def default_pool(config, n_pages=None, page_size=PAGE_SIZE, type_kv='float32'):
 
 def pool_for(config, n_sequences, n_tokens):
     """
-    A pool for so many sequences of up to n_tokens tokens each, which all run at once. A page is as large as a sequence
-    where that has an end: then the keys and values of a sequence are side by side.
+    A pool for so many sequences of up to n_tokens tokens each, which all run at once. Without a window a page is as
+    large as a sequence, so the keys and values of a sequence are side by side.
     """
     c = config
     n_tokens = min(n_tokens, c.max_positions)

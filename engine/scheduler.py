@@ -9,8 +9,8 @@ import numpy as np
 from decode.batch import Batch
 
 MOST_LOGITS = 2**22  # numbers that a call keeps for log probabilities
-AFTER_AN_END = 8    # steps of a call after the end of a sequence, whose last tokens come when the call ends
-MOST_LONG = 4       # prompts that are read at a time, of those that lack a MOST_LONG-th part of a step or more
+AFTER_AN_END = 8    # the most steps of a call after a sequence has ended: its last tokens come when the call ends
+MOST_LONG = 4       # long prompts that are read at a time; a long one lacks a MOST_LONG-th part of a step or more
 
 
 class Scheduler:
@@ -22,14 +22,14 @@ class Scheduler:
     rest goes to the oldest that lacks more. What then remains goes to those that lack least, one after the other. So a
     long prompt does not hold up short ones. When there are too few slots, the newest sequence gives its own up and
     waits again; its tokens are computed anew later. So the oldest one always advances. A sequence begins to run if
-    there are slots for all of its tokens (with a window: for the first step), and a page beside them for each that runs
-    and will need one.
+    there are slots for all of its tokens (with a window: for the first step), and one more page for each running
+    sequence that will need one.
 
     going: all sequences that have not ended, in order of age. running, waiting: of these, also by age; siblings are in
-    neither before they begin. n_preempted; n_looked_up and n_found, the tokens of prompts that were looked for and
-    found in remembered pages: how many so far.
-    suspects: groups of the sequences of a call that has failed, which are tried apart: as long as there are any, a call
-    is of the first group alone.
+    neither before they begin. Counts so far: n_preempted; n_looked_up and n_found, the tokens of prompts that were
+    looked for, and found, in remembered pages.
+    suspects: groups of the sequences of a call that has failed. Each group is tried apart: while there are any, a call
+    has sequences of the first group only.
     """
 
     def __init__(self, pool, budget, most_running):
@@ -112,8 +112,8 @@ class Scheduler:
     @staticmethod
     def lacks(sequence):
         """
-        How many tokens of a sequence are to be computed before it can draw, or before its siblings can begin. The last
-        one of a prompt after which nothing is drawn is not computed.
+        How many tokens of a sequence are to be computed before it can draw, or before its siblings can begin. If
+        nothing is drawn after a prompt, its last token is not computed.
         """
         s = sequence
         last_waits = s.siblings or len(s.tokens) == s.n_end
@@ -144,15 +144,15 @@ class Scheduler:
             most = max(1, min(most, MOST_LOGITS // (len(sequences) * sequences[0].settings.vocab_size)))
         most = min(most, min(wanted) + AFTER_AN_END)
         if self.waiting:
-            most = min(most, self.pool.page_size)  # slots ahead are not worth more than a sequence that waits
+            most = min(most, self.pool.page_size)  # leave slots for a sequence that waits
         while most > 1 and not all([self.pool.extend(s, min(n, most)) for s, n in zip(sequences, wanted)]):
             most //= 2
         return [min(n, most) for n in wanted]
 
     def make_room(self, sequence, n, planned):
         """
-        Slots for n more tokens of a sequence; the newest gives way if there are too few. Returns False if that is the
-        sequence itself. Those that are planned for this step keep what they have.
+        Get slots for n more tokens of a sequence. If there are too few, the newest sequence is preempted; returns False
+        if that is this sequence. Sequences that are planned for this step keep all of theirs.
         """
         while not self.pool.extend(sequence, n):
             if not self.trim(planned):
@@ -168,7 +168,7 @@ class Scheduler:
         return (others or self.running)[-1]
 
     def trim(self, planned=()):
-        """Free the slots for later tokens of those that run and are not planned. Returns whether there were any."""
+        """Free the slots for later tokens of running sequences that are not planned. Returns whether there were any."""
         n_free = self.pool.n_free
         for s in self.running:
             if s not in planned:
@@ -197,8 +197,9 @@ class Scheduler:
 
     def admit(self):
         """
-        Begin sequences that wait, in order, while there is room. While those that run lack as much as a step computes,
-        a later one begins only if it `may_begin_beside` them. While there are suspects, only those of the first begin.
+        Begin sequences that wait, in order, while there is room. While running sequences lack as many tokens as a step
+        computes, a newer one begins only if it `may_begin_beside` them. While there are suspects, only sequences of
+        their first group begin.
         """
         waiting = [s for s in self.suspects[0] if s in self.waiting] if self.suspects else self.waiting
         lacking, self.n_growing = sum(map(self.lacks, self.running)) if waiting else 0, None
@@ -224,8 +225,9 @@ class Scheduler:
 
     def may_begin_beside(self, sequence):
         """
-        May a sequence begin beside prompts that take all of a step? Yes, if it finds no more by waiting for one of
-        them, and if those that are read are few enough: MOST_LONG long ones, and short ones that one step computes.
+        May a sequence begin beside prompts that take all of a step? Yes, if waiting for one of them would not give
+        it more remembered pages, and if few enough others are read: for a long one, fewer than MOST_LONG long ones; for
+        a short one, short ones that together lack less than a step computes.
         """
         s, long, page_size = sequence, max(2, self.budget // MOST_LONG), self.pool.page_size
         read = [(r, self.lacks(r)) for r in self.running]

@@ -10,7 +10,7 @@ until its space is needed. A sequence that writes to a shared page gets a copy o
 touched here.
 
 If the model has a window, pages that no later token of a sequence sees are freed, and None is in their places in the
-page table. A beginning is found again if the pages are remembered that the token after it sees.
+page table. A beginning is found again if all pages that the token after it sees are remembered.
 """
 from collections import OrderedDict
 
@@ -47,10 +47,10 @@ class PagePool:
     n_pages pages of page_size slots each. window, n_sink: of the model.
 
     It keeps of each sequence: n_computed, the number of positions whose keys and values are stored; table, its pages in
-    order, None for those that a window has passed, also pages for later positions; runs, its `decode.batch.Runs`;
-    n_writable, the number of positions that need neither a new page nor a copy; prefixes, the `Prefix` of each of its
-    first pages, as many as are known. It reads of it `tokens`; `whole`: is token number p at position p?; and `salt`:
-    only sequences with an equal one share pages (vLLM's cache_salt).
+    order, including those for later positions, with None for pages that a window has passed; runs, its
+    `decode.batch.Runs`; n_writable, the number of positions that need neither a new page nor a copy; prefixes, the
+    `Prefix` of each of its first pages, as many as are known. It reads `tokens` of a sequence; `whole`: is token number
+    p at position p?; and `salt`: only sequences with the same salt share pages (vLLM's cache_salt).
 
     references: the number of tables that each page is in. free_pages: those in no table; those that are remembered are
     used last. prefix_of: the `Prefix` of each full page that is remembered, or None. page_with: {Prefix: page}, the
@@ -76,8 +76,8 @@ class PagePool:
 
     def begin(self, sequence, tokens=()):
         """
-        Begin a sequence with the remembered pages with which these tokens begin. Returns how many of the tokens these
-        hold. They fill whole pages, and are never all of the tokens: the last one must be computed, for its logits.
+        Begin a sequence with the remembered pages of the beginning of these tokens. Returns how many tokens that
+        beginning has. It fills whole pages and never has all tokens: the last one must be computed, for its logits.
         """
         table, prefixes = self.remembered(tokens, sequence.salt)
         for page in table:
@@ -111,8 +111,8 @@ class PagePool:
 
     def seen(self, n):
         """
-        The numbers of the pages that the token at position n sees, of the n positions before it: a range for those with
-        sinks, and a range for the others.
+        The numbers of the pages with earlier positions that the token at position n sees: a range for pages with sinks,
+        and a range for the others.
         """
         size = self.page_size
         n_first = -(-min(self.n_sink, n) // size)
@@ -120,7 +120,7 @@ class PagePool:
         return range(n_first), range(max(n_first, first // size), -(-n // size))
 
     def complete(self, table, n):
-        """Does a table have the pages that the token at position n sees, of the n positions before it?"""
+        """Does a table have all pages with earlier positions that the token at position n sees?"""
         return not self.window or all(table[i] is not None for numbers in self.seen(n) for i in numbers)
 
     def extend(self, sequence, n):
@@ -171,7 +171,7 @@ class PagePool:
         s, size = sequence, self.page_size
         if first is None:
             s.runs, last = Runs(), len(s.table)
-            while last and s.table[last - 1] is not None:  # those that a window has passed are many, and lie between
+            while last and s.table[last - 1] is not None:  # the pages that a window has passed are many, and skipped
                 last -= 1
             numbers = [*range(min(last, -(-self.n_sink // size))), *range(last, len(s.table))]
         else:
@@ -208,8 +208,8 @@ class PagePool:
 
     def cut(self, sequence, n):
         """
-        Keep the first n positions of a sequence, and no slots of later ones; none at all if the window has passed what
-        the next token would see. Returns how many are kept.
+        Keep the first n positions of a sequence, and no slots of later ones. If the window has passed a page that the
+        next token would see, nothing is kept. Returns how many positions are kept.
         """
         s = sequence
         n = n if n == 0 or self.complete(s.table, n) else 0

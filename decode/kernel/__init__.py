@@ -14,6 +14,6 @@ The decode step that numba compiles: a whole step of a GPT on the CPU as one fun
     threads      counters, waiting, and the worker threads
     building     compiling, or loading what is compiled; C functions
 
-A function for compiled code is called with int64 numbers where it can be: of a plain number in the source numba makes a
-type of its own, and compiles the function once more for it.
+Compiled functions are called with int64 numbers where possible: numba gives a plain number in the source a type of its
+own, and compiles the called function once more for that type.
 """

@@ -64,10 +64,10 @@ Ahead = namedtuple('Ahead', 'head key last')
 Scratch = namedtuple('Scratch', 'scores keys values eights')
 
 ZERO = np.int64(0)  # a plain 0 is of a type of its own, for which numba would compile a function again
-FAR = 2**19      # numbers of all keys of a step, from which on they are prefetched: fewer stay in the caches anyway
-AT_ONCE = 2**18  # bytes of keys and values that are prefetched of a head, at most: they must fit the second cache
+FAR = 2**19      # if all keys of a step have more numbers, they are prefetched: fewer stay in the caches anyway
+AT_ONCE = 2**18  # the most bytes of a head's keys and values that are prefetched: they must fit the second cache
 NOTHING = Ahead(ZERO, ZERO, np.int64(-1))
-TOGETHER = 16  # queries of a sequence with the same keys for which these are copied, so that tiles can read them
+TOGETHER = 16  # if so many queries of a sequence read the same keys, the keys are copied so that tiles can read them
 SHIFT = KV_GROUP.bit_length() - 1  # from the index of a number to that of its scale
 
 
@@ -168,8 +168,8 @@ def prefetch_rows(builder, array, i, offsets, key, last, like):
 def attention_on(dtype):
     """
     The `CFunction` for keys and values of a NumPy dtype. It computes thread number `thread`'s share of the attention of
-    a layer: it stores the new keys and values, and attends with the queries of all rows; in the last layer with those
-    of WANTED. Their results are the first rows of Y.
+    a layer: it stores the new keys and values, and attends with the queries of all rows; in the last layer only with
+    those of the rows in WANTED. The results are the first rows of Y.
     """
     like = np.zeros(0, dtype)
 
@@ -197,8 +197,8 @@ ATTENTION_ON = {torch.float32: attention_on(np.float32), torch.int8: attention_o
 @njit
 def heads_of(sizes, thread, n_threads):
     """
-    The heads (from, to) of queries that a thread computes, and the heads of keys and values that these read;
-    several threads may compute one of them, and write the same bits.
+    The heads (from, to) of queries that a thread computes, and the heads of keys and values that these read. Several
+    threads may compute the same head of keys and values; they write the same bits.
     """
     group = sizes[N_HEAD] // sizes[N_KV_HEAD]
     first, end = share(sizes[N_HEAD], thread, n_threads)
@@ -273,8 +273,8 @@ def prepare_queries(memory, sizes, layer, heads):
 def write_keys_values(memory, sizes, layer, kv_heads, stored, prepared):
     """
     Store the new keys and values of kv_heads = (from, to) of all rows, keys after their norm and turned to their
-    positions. prepared: where a key becomes so, head_dim numbers; several threads may store the same head, so that it
-    must stay as it is in KV.
+    positions. prepared: room for such a key, head_dim numbers. The key in KV must not change, because several threads
+    may store the same head.
     """
     weight, eps = floats_at(memory[layout.HEAD_NORM_WEIGHT]), floats_at(memory[layout.EPS])[0]
     head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)
@@ -299,10 +299,10 @@ def write_keys_values(memory, sizes, layer, kv_heads, stored, prepared):
 def attend(memory, sizes, heads, kv_heads, stored, n_queries, every, scratch):
     """
     Attend with the queries of heads = (from, to), which read kv_heads: those of all rows if `every`, otherwise of the
-    first n_queries rows of WANTED. y: one row for each, in the same order. While a head of a row is attended, the keys
-    and values of the next one are prefetched, of the same row or the next: they are scattered over pages, of which
-    processors foresee few. One block of them is prefetched beside each block of keys: a processor waits if too many
-    lines are requested at once.
+    first n_queries rows of WANTED. Y gets one row for each, in the same order. While a head of a row is computed, the
+    keys and values of the next head, of this row or the next, are prefetched: they are scattered over pages, so the
+    processor itself prefetches few of them. With each block of keys that is read one block is prefetched, because a
+    processor waits if too many lines are requested at once.
     """
     wanted, positions = longs_at(memory[layout.WANTED]), longs_at(memory[layout.POSITIONS])
     of_row, starts = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.QUERY_STARTS])
@@ -359,8 +359,8 @@ def copy_keys_values(stored, slots, first, n_keys, head_dim, scratch):
 @njit
 def attend_rows(memory, sizes, stored, row, n_rows, heads, kv_heads, scratch):
     """
-    The queries of n_rows rows of a sequence, from `row` on, each of which sees all keys up to its own: what
-    `attend_row` computes for each, to the bit. Those that see as many whole eights of keys are computed together.
+    Attend with the queries of n_rows rows of a sequence, from `row` on. Each sees all keys up to its own. The results
+    are those of `attend_row`, to the bit. Rows that see the same number of whole eights of keys are computed together.
     """
     group, position = sizes[N_HEAD] // sizes[N_KV_HEAD], longs_at(memory[layout.POSITIONS])[row]
     first = longs_at(memory[layout.SEQUENCES])[
@@ -492,8 +492,8 @@ def weigher(n_vectors):
     @njit
     def weigh(stored, slots, i, n, seen, ahead, weights, w, norm, out, out_at):
         """
-        out[: n] = norm * the sum of numbers i to i + n - 1 of the values that are seen, times their weights, from w on.
-        Sinks are added one after the other, then eight keys at a time to eight sums, then what is left.
+        out[out_at : + n] = norm * the weighted sum of numbers i to i + n - 1 of the values that are seen. The weights
+        begin at weights[w]. Sinks are added one by one, then eight keys at a time to eight sums, then the other keys.
         """
         v, scales, sums, at = stored.v, stored.v_scale, zeros(n_vectors), slots.head + i
         for key in range(seen.sinks, seen.sinks_end):
@@ -517,5 +517,5 @@ def weigher(n_vectors):
     return weigh
 
 
-# with two vectors at a time each weight is read once for both
+# weigh_two reads each weight once for two vectors
 weigh_one, weigh_two = weigher(1), weigher(2)

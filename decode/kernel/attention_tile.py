@@ -2,9 +2,9 @@
 Tiles of attention: the scores, and the weighted values, of several queries at once, for the rows of a prompt.
 
 One query alone waits for memory: each number of a key or value is read for one multiplication. A tile reads it once for
-all of its queries. The keys lie transposed, a vector has one channel of LANES keys, so that no sum is taken across
-lanes. Yet each sum has the order in which attention.py adds up that of a single query, and so the same bits: LANES
-chains over every LANES-th channel, folded in halves; for values eight chains over every eighth key, added as a tree.
+all of its queries. The keys are transposed: a vector has one channel of LANES keys, so no sum is taken across lanes.
+Each sum is added up in the order that attention.py has for a single query, so it has the same bits. A score has LANES
+chains over every LANES-th channel, folded in halves; values have eight chains over every eighth key, added as a tree.
 """
 from llvmlite import ir
 from numba import types

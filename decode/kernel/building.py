@@ -1,6 +1,6 @@
 """
-Functions that are compiled once for this machine and kept on disk, for several processes that start at the same time;
-and C functions, which compiled code calls by their addresses and need not be compiled together with it.
+Functions that are compiled once for this machine and kept on disk, also when several processes start at the same time.
+And C functions: compiled code calls them by their addresses, so the two need not be compiled together.
 """
 import atexit
 import functools
@@ -58,9 +58,9 @@ def sources():
 
 class SharedCache(FunctionCache):
     """
-    numba's cache of a function, with files of their own for each list of argument types. Their names have a hash of the
-    sources, the function's own file and all of this folder: a change in any of them compiles it anew, and nothing that
-    was compiled of other sources can be taken for it.
+    numba's cache of a function, with separate files for each list of argument types. A file's name has a hash of the
+    sources: the function's own file and all files of this folder. So the function is compiled anew after a change in
+    any of them, and code that was compiled from other sources is never loaded.
     """
 
     def __init__(self, function):
@@ -162,9 +162,9 @@ class CFunction:
 
 def compile_beside(function, code):
     """
-    Unless a `CFunction` is on disk, or nothing can be kept there, start a process that runs `code`, which compiles it
-    and others, while this one compiles what it needs before: numba compiles one function of a process at a time. It
-    ends with this one at the latest, unless a signal ends this one.
+    Start a process that runs `code`, which compiles a `CFunction` and others. Meanwhile this process compiles what it
+    needs before that: numba compiles one function of a process at a time. No process is started if the function is on
+    disk, or if nothing can be kept there. It ends with this process at the latest, unless a signal ends this process.
     """
     cache = function.kept._cache
     if n_cores() > 1 and isinstance(cache, SharedCache) and not cache.is_there(function.kept._sig):

@@ -11,7 +11,7 @@ SUMMED_ROWS = 48  # rows whose sums with a sheet a thread keeps at a time
 KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
 EIGHT = 8         # sums of weighted values, each of every eighth key, see attention.py
 SCREENED_ROWS = 4  # a step of more rows computes all logits, see screening.py; all tables have room for twice as many
-LARGEST_NORM = 1e15  # of rows for which its bounds are finite
+LARGEST_NORM = 1e15  # the bounds of screening.py are finite for rows with a smaller norm
 
 # sizes: of the model
 (N_LAYER, N_HEAD, N_KV_HEAD, HEAD_DIM, N_EMBD, VOCAB_SIZE,

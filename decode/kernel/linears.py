@@ -63,8 +63,8 @@ if ARM:  # a vector is two of its 32 registers; rows and panels with the fewest 
     TILES |= {I16: (4, 2, 2, 2), I8: (4, 4, 2, 2), I32: (4, 2, 2, 2)}
 
 # what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh, or stored as
-# silu(gate) * up, where panels of gates and of ups take turns. They are int64, and no plain numbers, for each of which
-# numba would compile `linear` again
+# silu(gate) * up, where panels of gates and of ups take turns. They are int64, because numba would compile `linear`
+# again for each plain number
 STORE, ADD, GELU, GELU_TANH, SWIGLU = map(np.int64, range(5))
 CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in small parts that the threads claim
 
@@ -468,8 +468,8 @@ def shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch):
     panels that this thread has computed.
 
     A small linear is divided into one part for each thread, always the same part, which then stays in its core's cache.
-    A large one is divided into eight parts for each thread, and a thread that is ready claims the next one: a core that
-    also runs other processes is slower for a while. A part is whole sheets.
+    A large one is divided into eight parts for each thread, and a thread that has finished a part claims the next one,
+    because a core that also runs other processes is slower for a while. A part is whole sheets.
     """
     at, n_threads = number * layout.N_COLUMNS, team.n_threads
     n_panels, K = linears.table[at + layout.N_PANELS], linears.table[at + layout.N_INPUTS]

@@ -32,7 +32,7 @@ from decode.kernel.vectors import (
     zero_below,
 )
 
-PER_PEAK = 64  # tokens whose largest logit is known
+PER_PEAK = 64  # tokens of a part of a row, see `find_peaks`
 PER_SUM = 256  # tokens whose weights are added up together
 FEW, N_NARROWINGS = 256, 7  # `border` stops at an interval with at most FEW tokens, or after N_NARROWINGS passes
 # the columns of a sequence's settings: SETTING_NAMES of decode/draw.py in the same order
@@ -119,9 +119,9 @@ def first_of(row, n, peaks, value):
 @njit
 def threshold(values, masses, n, target):
     """
-    (v, the mass of what is larger than v): v is the largest of the n values for which those from v up have at least
-    this mass; the smallest of all, if all have less. By partitions, as in quickselect; both arrays are permuted. There
-    must be a value, and no NaN.
+    (v, the mass of the values larger than v). v is the largest of the n values for which the values from v up have at
+    least the mass `target`, or the smallest value if all have less. By partitions, as in quickselect; both arrays are
+    permuted. There must be a value, and no NaN.
     """
     low, high, before, x = 0, n, 0.0, uint64(0)
     while True:
@@ -207,9 +207,9 @@ def levels_below(top, a, b, c, d):
 @njit
 def border(row, weights, n, largest, factor, top_p):
     """
-    (low, high, the weight from high up, the target): the tokens whose logits are at least `low` have at least the share
-    top_p of the weight, the target; those from `high` up have less. Few tokens are between the two, if the logits allow
-    it: an interval becomes smaller with each pass, which computes the shares at four levels in it.
+    (low, high, the weight from high up, target). target is the share top_p of the whole weight. The tokens with logits
+    from `low` up have at least this weight, those from `high` up have less. Each pass computes the weights from four
+    levels up and narrows the interval, until few tokens are between low and high, if the logits allow it.
     """
     unit = 1.0 / np.float64(factor)  # a logit that is smaller by this has a weight that is e times smaller
     low, high, before, inside = np.float32(largest - 88 * unit), np.float32(math.inf), 0.0, math.inf
@@ -255,8 +255,8 @@ def gather_between(row, weights, n, low, high, values, masses):
 @njit
 def keep_top_p(row, weights, n, largest, factor, top_p, values, masses):
     """
-    Set the weights to 0 of all tokens but the fewest that have the share top_p of the weight: those with the largest
-    logits, of equal ones the first.
+    Keep the fewest tokens that have the share top_p of the weight: those with the largest logits, of equal ones the
+    first. Set the weights of all others to 0.
     """
     low, high, before, target = border(row, weights, n, largest, factor, top_p)
     found = gather_between(row, weights, n, low, high, values, masses)

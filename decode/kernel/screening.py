@@ -1,15 +1,16 @@
 """
 A draw without most of lm_head: the logits that may be among the largest of a row, and -inf for all others.
 
-A step of few rows reads lm_head from memory, which is a third of GPT-2's weights and more of a smaller model's with the
-same vocabulary. A draw with top_k, or of the largest logit, needs few of its rows. So lm_head is kept in int8 too. A
-logit w x from its row w in int8, w8, and from x in int8, x8, is off by at most
+A step of few rows reads lm_head from memory. lm_head is a third of GPT-2's weights, and a larger part of a smaller
+model with the same vocabulary. A draw with top_k, or of the largest logit, needs few of its rows. So lm_head is kept in
+int8 too. The logit w8 x8, from its row w and x in int8, differs from w x by at most
 
     |w x - w8 x8| <= |w - w8| |x| + |w8| |x - x8|
 
-(Cauchy and Schwarz), and by rounding. Tokens whose logits are surely below the k-th largest are left out. Those of the
-others, some 4 for the largest logit and 500 for top_k=200, are computed from the model's own rows, each in the order of
-`linears`. So the same tokens are drawn. Where the bounds leave too few tokens out, later steps compute all logits.
+(Cauchy and Schwarz), plus rounding errors. Tokens whose logits are surely below the k-th largest are left out. The
+logits of the others, some 4 for the largest logit and 500 for top_k=200, are computed from the model's own rows, each
+in the order of `linears`. So the same tokens are drawn. If the bounds exclude too few tokens, later steps compute all
+logits.
 
 x8 is the sum of two rows in int8, the second one of what the first leaves. Both are multiplied in one pass over the
 weights, and what is then left of x hardly matters.
@@ -52,8 +53,8 @@ def times_rows(builder, rows, tokens, at, n, x, x_at):
 @njit
 def round_twice(w, x, n_rows, K, scratch):
     """
-    Prepare rows of x (.., K), and as many rows of what int8 leaves of them, for `linear` with weights w. Behind its
-    rows x gets what is then left.
+    Prepare n_rows rows of x (.., K), and then the n_rows rows of their rounding errors, for `linear` with weights w.
+    Behind its rows x gets the errors that then remain.
     """
     for i in range(2):
         prepare_rows(w, x, (i * n_rows, (i + 1) * n_rows), K, scratch)
@@ -112,7 +113,7 @@ def screen_row(memory, sizes, r, n_largest, x, own, sums):
         found = V
         for i in range(V):
             tokens[i] = i
-    if found > V // 8:  # rows here and there take longer than all of them in order
+    if found > V // 8:  # scattered rows of lm_head take longer than all of them in order
         sizes[layout.N_LARGEST] = 0
     for i in range(0, V, LANES):
         store_until(logits, i, constant(-math.inf), V)

@@ -65,7 +65,7 @@ class CellPool:
         return True
 
     def will_grow(self, sequence):
-        """Will a sequence need another cell of those that all share, if it goes on to its end?"""
+        """Will a sequence need another cell of the stream that all share, if it goes on to its end?"""
         return self.unified and min(sequence.n_end - 1, sequence.max_positions) > sequence.n_writable
 
     def first_seen(self, n):
