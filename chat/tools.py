@@ -20,7 +20,7 @@ SPACING = dict(whitespace_pattern=None, whitespace_flexible=False, item_separato
 
 
 class Form(NamedTuple):
-    """How a model writes a call: JSON between two tags, or without any; the name of its arguments; in a list?"""
+    """How a model writes a call in JSON: between two tags, or '' for none. arguments: their key. listed: in a list?"""
     opens: str
     closes: str
     arguments: str
@@ -125,18 +125,23 @@ class Reader:
                 said = text if last else text[:len(text) - begun].rstrip()
                 self.held = self.held[len(said):]
                 return found + self.said(said)
-            calls = self.calls_in(inside)
+            before, calls = self.behind_tags(inside)
             if calls is None and self.form.closes in inside:  # it is not JSON: the first closing tag ends it
                 inside, closed, rest = (inside + closed + rest).partition(self.form.closes)
-                calls = self.calls_in(inside)
-            if calls is None:  # it is text, up to the last tag in it that may begin a call: others were mentioned
-                inside += closed
-                *_, at = [len(inside), *(tag.start() for tag in re.finditer(re.escape(opens) + r'\s*[{\[]', inside))]
-                found, self.held = found + self.said(text + opened + inside[:at]), inside[at:] + rest
-            else:
-                found, self.held = found + self.said(text.rstrip()) + calls, rest
-                self.follows_a_call = True
+                before, calls = self.behind_tags(inside)
+            text += opened + (inside + closed if calls is None else before)
+            found += self.said(text) if calls is None else self.said(text.removesuffix(opens).rstrip()) + calls
+            self.follows_a_call |= calls is not None
+            self.held = rest
         return found
+
+    def behind_tags(self, inside):
+        """(the text before, the calls) of what two tags enclose: a text may mention a tag, and call behind another."""
+        tags = re.finditer(re.escape(self.form.opens) + r'(?=\s*[{\[])', inside)
+        for start in [0, *(tag.end() for tag in tags)]:
+            if (calls := self.calls_in(inside[start:])) is not None:
+                return inside[:start], calls
+        return '', None
 
     def cut(self, text):
         """(the inside of a call, its closing tag, the rest). A closing tag inside of a text of JSON does not count."""
