@@ -41,7 +41,7 @@ def first_line(e):
 
 
 def load(path):
-    """The checkpoint at path, tensors and plain values, on the CPU. ValueError unless it is there, whole, and one."""
+    """The checkpoint at path, on the CPU: tensors and plain values. ValueError if missing, damaged or no checkpoint."""
     if not os.path.isfile(path):
         folder, advice = os.path.dirname(path), "train one first, with python train.py config/train_shakespeare_char.py"
         if os.path.isfile(folder):
@@ -111,8 +111,8 @@ def newest_first():
 
 def model_args(config):
     """
-    The fields of a GPTConfig, to be saved. nanoGPT's GPTConfig accepts no other names than its own, so a model that
-    nanoGPT has, with the defaults of all other fields, has only these.
+    The fields of a GPTConfig, to be saved. nanoGPT's GPTConfig accepts no other names than its own. So if all other
+    fields have their defaults, nanoGPT's alone are saved.
     """
     args = {f.name: getattr(config, f.name) for f in fields(config)}
     of_nanogpt = {name: args[name] for name in (*SIZES, 'dropout', 'bias')}
@@ -149,10 +149,10 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None, weights='float
         or a GGUF file.
     gpt: the module whose GPT and GPTConfig are used, model or debug_kv_model.
     dtype: of the weights of such a model, see `formats.from_pretrained`. weights: how the decoder reads them. On a CPU
-        all but float32 are packed, and nothing else reads them, so they are read one by one as they are packed.
+        all kinds but float32 are packed. Only the packing reads such weights, and it reads them one by one.
 
-    ValueError if there is no such model or tokenizer, or if the tokenizer has more tokens than the model. Only tokens
-    that were added to it may be more: stderr says so, and it refuses them.
+    ValueError if there is no such model or tokenizer, or if the tokenizer has more tokens than the model. Tokens that
+    were added to it are no error: stderr names them, and the tokenizer refuses texts with them.
     """
     if is_run(init_from):
         init_from, out_dir = 'resume', init_from
@@ -187,7 +187,7 @@ def name_of(init_from):
 def load_draft(draft, gpt, target, tokenizer):
     """
     The model that a setting `draft` names: a folder with a ckpt.pt, or what `load_model` takes as init_from. It gets as
-    many rows as target has, its last one several times. ValueError if its tokenizer is not that of the target.
+    many rows as target has: its last row is repeated, or rows are cut off. ValueError if its tokenizer is not target's.
     """
     model, its_tokenizer, _ = load_model(draft, '', gpt)
     if not tokenizers.same_ids(tokenizer, its_tokenizer):

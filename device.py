@@ -53,9 +53,9 @@ def autocast(device, dtype):
 
 def trusted_dtype(GPT, GPTConfig, device, dtype):
     """
-    The dtype in which a device computes the CPU's logits: `dtype`, or else float32 with a mask for the causal rule too
-    (`positions.MASKED`), and stderr says so. Only a device of the kind DOUBTED is tried. GPT, GPTConfig: of model.py.
-    ValueError if float32 is wrong too.
+    The dtype in which a device computes the CPU's logits: `dtype`, or else float32. With float32, attention gets a mask
+    for the causal rule too (`positions.MASKED`), and stderr says so. Only a device of the kind DOUBTED is tried. GPT,
+    GPTConfig: of model.py. ValueError if float32 is wrong too.
     """
     if not device.startswith(DOUBTED):
         return dtype
@@ -187,9 +187,9 @@ def choose_threads(step, before, say):
     """
     Set the number of CPU threads of a training run, and say how many they are unless OMP_NUM_THREADS decides.
 
-    OMP_NUM_THREADS decides if it is set. Otherwise `before` does, the number of threads of the run that is resumed, or
-    None: another number adds in another order and so changes the last bits of the results. Otherwise it is the number
-    with which step() is fastest.
+    OMP_NUM_THREADS decides if it is set. Otherwise the number is `before`, that of the run that is resumed, because
+    another number adds in another order and so changes the last bits of the results. If `before` is None, it is the
+    number with which step() is fastest.
     """
     most = torch.get_num_threads()
     if 'OMP_NUM_THREADS' in os.environ or before and before > most:

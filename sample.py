@@ -58,7 +58,7 @@ when_full = 'auto'    # of a full context: crop keeps the last block_size tokens
                       # all keys, of which a window is seen; auto is roll if the model has a window and no learned
                       # positions, and crop otherwise
 keep = 0              # with shift: keep so many of the last tokens instead of half; with roll: the window
-n_keep = 0            # with shift and roll: and the first so many of the prompt
+n_keep = 0            # with shift and roll: keep so many of the first tokens of the prompt as well
 kv_cache = 'blocks'   # where keys and values live: blocks (vLLM's), streams or unified (llama.cpp's cells)
 kv_bits = 0           # keep them in 8 bits instead of as they are
 decoder = 'auto'      # what computes a cached step: eager, cpu, gpu; auto is the fastest there is
@@ -171,7 +171,7 @@ class Printed:
 
 
 def by_model():
-    """Does `GPT.generate` draw? Without a cache; and for a trace, if no setting asks for what the engine alone has."""
+    """Does `GPT.generate` draw? Without a cache it does, and for a trace unless a setting needs the engine."""
     asked = decode.asked_of_the_kernel(weights, threads, speculate, draft)
     of_engine = asked or kv_cache in CELLS or kv_bits or when_full == 'shift' or json_schema or regex or grammar
     return not use_cache or debug_kv_model.tracing() and decoder in ('auto', 'eager') and not of_engine
@@ -367,7 +367,7 @@ def read_prompts():
 
 
 def unescaped_stop(tokenizer):
-    r"""`stop`, of which a shell passes \n, \t and \\ on as two characters each. ValueError if it can never come up."""
+    r"""`stop` with \n, \t and \\ as one character each: a shell passes on two. ValueError if it can never come up."""
     end = re.sub(r'\\([nt\\])', lambda found: {'n': '\n', 't': '\t', '\\': '\\'}[found[1]], stop)
     if end != stop:
         print(rf"stop: {end!r} (\n is a newline, \t a tab, \\ a backslash)", file=sys.stderr)

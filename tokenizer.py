@@ -115,8 +115,8 @@ class JSONTokenizer(Tokenizer):
     """
     The tokenizer of a tokenizer.json, by the tokenizers library.
 
-    json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>; that of the eos_token
-    is one in any case, and so is the token with which the chat template ends an answer. special_tokens:
+    json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>. The eos_token and the
+    token with which the chat template ends an answer are end tokens in any case. special_tokens:
     {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`. file_ids: {name of a
     file: {'bos_token_id': id, ...}}, for an export. added_tokens: those that other files add, as transformers adds
     them: dicts as in tokenizer.json, or texts of special tokens; they become a part of `json`. n_rows: of the model.
@@ -165,7 +165,7 @@ class JSONTokenizer(Tokenizer):
 
     @cached_property
     def end_tokens(self):
-        """Without those that the model has no row for. stderr names them."""
+        """The ids that end a text. Those that the model has no row for are left out, and stderr names them."""
         eos = self.library.token_to_id(self.special_tokens.get('eos_token', ''))
         ends = dict.fromkeys([*self.ends, eos, self.end_of_a_turn() if self.chat_template else None])
         ends.pop(None, None)
@@ -188,7 +188,7 @@ class JSONTokenizer(Tokenizer):
         return first if first in self.added_ids else None
 
     def conversation(self, messages, /, **variables):
-        """The ids of what `ChatTemplate.render` makes of a conversation. ValueError if it has no word of them."""
+        """The ids of the text that `ChatTemplate.render` returns. ValueError if it has no word of the messages."""
         text, contents = self.chat_template.render(messages, **variables), [m.get('content') or '' for m in messages]
         if ''.join(contents).strip() and not any(word in text for each in contents for word in each.split()):
             raise ValueError("the chat template leaves out the text of every message, perhaps because it reads lists "
@@ -374,12 +374,12 @@ def state_beside(folder):
 
 
 def text_of(token):
-    """Of a token in these files, which is a text or a dict."""
+    """The text of a token in these files, which is a text or a dict."""
     return token.get('content') if isinstance(token, dict) else token
 
 
 def template_of(default, tool_use):
-    """One chat template of two by name, of which the second one, if there is one, is for conversations with tools."""
+    """One chat template of default and, for conversations with tools, tool_use; default alone if one is no text."""
     if not isinstance(tool_use, str) or not isinstance(default, str):
         return default
     default, tool_use = default.removesuffix('\n'), tool_use.removesuffix('\n')  # Jinja drops what ends a block's line
@@ -531,17 +531,17 @@ class WholeTexts(dict):
 
 class TextStream:
     """
-    The text of one sample. `push(*tokens)` returns what may be sent now; joined, with `finish()` at the end, this is
-    what decoding all bytes at once gives (errors='replace'), up to the stop string.
+    The text of one sample. `push(*tokens)` returns the piece that may be sent now. The joined pieces, with `finish()`
+    at the end, are what decoding all bytes at once gives (errors='replace'), up to the stop string.
 
     token_bytes: the bytes of each token id, a list, or `WholeTexts`, to share them.
-    stop: strings that end the text. The one whose last character comes first ends it, and of two that end at the same
-    character the longer one, so that the text does not depend on where one token ends and the next begins. A character
-    of the first min_tokens tokens ends no text. include_stop: the stop string stays in the text. strip: the text begins
+    stop: strings that end the text. The one that is complete first ends it. If two are complete at the same character,
+    the longer one ends it. So the text does not depend on where one token ends and the next begins. A character of the
+    first min_tokens tokens ends no text. include_stop: the stop string stays in the text. strip: the text begins
     without the first blank, if it has one there.
 
-    stopped: has a stop string come? Then every later piece is ''. n_pushed: how many tokens have come, up to that one,
-    if there are stop strings.
+    stopped: has a stop string come? Then every later piece is ''. n_pushed: if there are stop strings, how many tokens
+    have come, up to the one that ends the text.
     """
 
     def __init__(self, token_bytes, stop=(), min_tokens=0, include_stop=False, strip=False):

@@ -225,8 +225,8 @@ def new_config(vocab_size):
 
 def set_lr(optimizer, it, share=0.0):
     """
-    Set the learning rate of iteration `it`, and return it. share: of max_minutes, how much has passed. With max_minutes
-    the decay that follows the warmup is as far along as the time is.
+    Set the learning rate of iteration `it`, and return it. share: the share of max_minutes that has passed. With
+    max_minutes, the same share of the decay that follows the warmup is done.
     """
     if max_minutes and it >= warmup_iters:
         it = warmup_iters + min(1.0, share) * (lr_decay_iters - warmup_iters)

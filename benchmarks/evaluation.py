@@ -27,9 +27,9 @@ def rows(asked, name, read, figures):
 
 def bits_of(model, tokenizer, text):
     """
-    The text is cut into pieces of block_size tokens. A token is predicted from the last token before its piece and the
-    tokens before it in its piece; the last piece, which is shorter, has more tokens before it, block_size in all. The
-    token with which texts begin stands before the text. If there is none, the first token is not predicted.
+    The text is cut into pieces of block_size tokens. A token is predicted from the tokens before it in its piece and
+    the last token before the piece. The last piece is shorter, so more tokens are put before it, up to block_size in
+    all. The token with which texts begin stands before the text. If there is none, the first token is not predicted.
     """
     size, tokens = model.config.block_size, tokenizer.encode(text, add_special_tokens=False)
     n_bytes, begin = len(text.encode()), begin_of(tokenizer)

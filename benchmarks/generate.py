@@ -18,7 +18,7 @@ LENGTHS = 10, 50, 122, 128, 200, 500
 
 def counted(n, block_size):
     """
-    The speed-up by the number of positions that are computed for n tokens after a prompt of PROMPT tokens. Without a
+    The speed-up by a cache for n tokens after a prompt of PROMPT tokens, in positions that are computed. Without a
     cache each token costs its whole context, with it one position until the context is full.
     """
     context = [min(PROMPT + i, block_size) for i in range(n)]

@@ -22,9 +22,9 @@ PAUSE = 0.05  # seconds before each run: threads of the one before may still spi
 
 class Case(NamedTuple):
     """
-    One of the things that are compared. labels: what its row begins with, a dict. step: what is timed. setup: a
-    function of the number of the round that comes before and is not timed; step is called with what it returns, or
-    without arguments if there is none. per: the figures are of one of so many steps or tokens that a call makes.
+    One of the things that are compared. labels: what its row begins with, a dict. step: what is timed. setup: None, or
+    a function of the round's number, which is called before step and not timed; step gets what it returns. per: how
+    many steps or tokens a call makes; the figures are for one of them.
     """
     labels: dict
     step: Callable
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 @dataclass
 class Measured:
-    """A case, and of each round that counts the seconds and what the step has returned."""
+    """A case, with the seconds of each round after the warm-up and what the step returned in it."""
     case: Case
     runs: list = field(default_factory=list)
     results: list = field(default_factory=list)
@@ -54,10 +54,10 @@ class Measured:
 
 def take_turns(cases, repeats, what):
     """
-    A `Measured` of each case, with `repeats` rounds after a warm-up: what slows the machine for a while slows all of
-    them. The order changes from round to round, so that memory that is slow now and then does not always meet the same
-    case; each second round has the order of the one before reversed, so that no case is first most of the time. what:
-    text of the progress bar.
+    A `Measured` of each case, with `repeats` rounds after a warm-up. A round runs every case once, so that what slows
+    the machine for a while slows all of them. Every second round has a new random order, so that memory that is slow
+    now and then does not always meet the same case. The round after it has the reverse order, so that no case is first
+    most of the time. what: text of the progress bar.
     """
     measured = order = [Measured(case) for case in cases]
     rng = random.Random(0)  # the same orders in each run

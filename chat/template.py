@@ -4,13 +4,13 @@ Chat templates: the Jinja program in the files of a tokenizer that writes a conv
     template = ChatTemplate(source, dict(bos_token='<s>', eos_token='</s>'))
     template.render([dict(role='user', content='Hello')])        '<s>[INST] Hello [/INST]'
 
-A template is a program that a stranger has written. It runs in Jinja's sandbox, in a process that has no other task,
-can open no file, starts when it is first needed, renders one template after the other, and ends when one takes more
-than SECONDS. What templates find beside their messages is what transformers gives them:
+A template is a program that a stranger has written. It runs in Jinja's sandbox, in a process that has no other task and
+can open no file. The process starts when it is first needed, renders one template after the other, and ends when one
+takes more than SECONDS. Beside their messages, templates find what transformers gives them:
 https://huggingface.co/docs/transformers/chat_templating_writing.
 
-Why a process: a single call, [x, x] == [y, y] of lists that are nested 64 deep for example, takes years and holds
-Python's lock, so nothing in the same process can end it. A rendering costs 0.1 ms more than without it.
+Why a process: a single call, such as [x, x] == [y, y] of lists that are nested 64 deep, takes years and holds Python's
+lock, so that nothing in the same process can end it. The process adds 0.1 ms to a rendering.
 """
 import json
 import signal
@@ -23,7 +23,7 @@ from importlib import import_module
 
 SECONDS = 2.0           # of the processor for a rendering, at most; Windows has no such limit
 MEMORY = 2**29          # bytes of the process, at most; Windows and macOS have no such limit
-STACK = 2**22           # bytes of its stack: less than a thread of the server has, which compiles a grammar again
+STACK = 2**22           # bytes of its stack: less than in a thread of the server, where a grammar is compiled again
 MOST_TEXT = 2**20       # characters of a text beyond those of the question, at most: a tokenizer is slow with more
 MARK = 'END_OF_THE_FINAL_MESSAGE '  # after the content of a message that is continued
 
@@ -68,7 +68,7 @@ def answer_of(program, waiting, question, seconds, what, advice):
     an error, or ends: the message then has `what` and `advice`.
     """
     line, kind = json.dumps([*question, seconds]), ''
-    if not waiting or (process := waiting.pop()).poll() is not None:  # poll says so, too, of a process of the parent's
+    if not waiting or (process := waiting.pop()).poll() is not None:  # not None for a process that the parent started
         # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The program appends the
         # folders of this sys.path to its own, since jinja2 may be in any. start_new_session keeps Ctrl-C from it
         process = subprocess.Popen([sys.executable, '-I', program, *sys.path], text=True, encoding='utf-8',
@@ -81,7 +81,7 @@ def answer_of(program, waiting, question, seconds, what, advice):
     finally:
         if kind:
             waiting.append(process)
-        else:  # or this was interrupted, and its answer must not be taken for that to another question
+        else:  # it ended, or this call was interrupted: its answer must not be taken for that to another question
             process.kill()
             process.communicate()
     if not kind:
@@ -132,7 +132,7 @@ def compiled(source):
 
 
 def confine(late):
-    """Import all that answers need, then take from this process more memory, files, connections and programs."""
+    """Import all that answers need. Then forbid this process more memory, files, connections and programs."""
     for module in late:
         import_module(module)
     with suppress(ImportError):  # Windows has no limits

@@ -48,9 +48,9 @@ def get_text(folder, path):
 
 def download(url, path, most=0, sha256=''):
     """
-    Download the file at url, or its first `most` bytes, unless they are there. Returns the path of what there is: path
-    for the whole file, whose hash must be sha256, or else the one that the server names, as the Hugging Face hub does;
-    path.part for a part, which the next call continues.
+    Download the file at url, or its first `most` bytes, unless they are there. Returns path for the whole file, and
+    path.part for a part, which the next call continues. The hash of a whole file must be sha256. Without sha256 it must
+    be the hash that the server names, as the Hugging Face hub does.
 
     ConnectionError if no byte could be downloaded. ValueError if the download broke off, or has another hash.
     """

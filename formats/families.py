@@ -123,7 +123,7 @@ def rotary(hf, args):
         expect(given, f'{key}.', rope_type=kinds, type=kinds, partial_rotary_factor=(1.0,))
     values, scaling = hf.get('rope_scaling') or hf.get('rope_parameters') or {}, ()  # as in transformers, not both
     kind = values.get('rope_type', values.get('type'))
-    if kind == 'linear':  # as Llama 3's pairs that turn less than once within the original length, which is 1
+    if kind == 'linear':  # Llama 3's rule for an original length of 1, in which no pair turns once: it slows all pairs
         scaling = values.get('factor', 0), 1.0, 4.0, 1
     if kind == 'llama3':
         *factors, original = (values.get(name, 0) for name in LLAMA3)  # 0, which GPTConfig refuses
@@ -145,7 +145,7 @@ def mpt(hf, args):
 
 
 def family_of(config):
-    """The family whose models compute what one of this config computes. ValueError, which says why, without one."""
+    """The family whose models compute what a GPT of this config computes. ValueError, which says why, if none does."""
     c = config
     if c.n_sink:
         raise ValueError(f"n_sink {c.n_sink}: none of the models that transformers and llama.cpp have sees sinks "

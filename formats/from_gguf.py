@@ -85,9 +85,9 @@ class Header:
 
 class GGUFFile:
     """
-    A GGUF file: config, what its config.json in Hugging Face format would say; weights, {name of a tensor without the
-    base of its family: one of its shape on the device meta}; read, which reads one of them; fields, of the header.
-    ValueError if it is damaged, or has types that the gguf library cannot read.
+    A GGUF file. config: what its config.json in Hugging Face format would say. weights: {name of a tensor without the
+    base of its family: an empty tensor of its shape on the device meta}; `read` reads one of them. fields: of the
+    header. ValueError if the file is damaged, or has types that the gguf library cannot read.
     """
 
     def __init__(self, path):
@@ -155,9 +155,9 @@ class GGUFFile:
 
     def rope_scaling(self, of, head_dim, theta):
         """
-        One factor for all pairs, that of Llama 3, or None. Of Llama 3's the file only has what each frequency is
-        divided by, the largest number of which is the factor; all models of this kind have 1 and 4 as low_freq_factor
-        and high_freq_factor.
+        The rope_scaling of a config.json: one factor for all pairs, Llama 3's, or None. For Llama 3's the file has only
+        the numbers by which frequencies are divided. The largest of them is the factor. low_freq_factor and
+        high_freq_factor are 1 and 4 in all models of this kind.
         """
         factor = typed(of, 'rope.scaling.factor', float, 1.0) or 1.0
         factor = 1.0 if of.get('rope.scaling.type') == 'none' else factor
@@ -177,7 +177,7 @@ class GGUFFile:
         raise ValueError(f"{FREQUENCIES} are not those of Llama 3, which a GPT here cannot represent")
 
     def tokenizer_state(self):
-        """The state of its tokenizer, which is asked for before `weights`: these drop tokens and merges."""
+        """The state of its tokenizer. Call this before `weights`, which drops the tokens and the merges."""
         try:
             return gguf_tokenizer(self.fields)
         except ValueError as e:
@@ -227,7 +227,7 @@ class GGUFFile:
         return w
 
     def numbers(self, name, dtype):
-        """A tensor as it is in the file, of which not much is in memory in another type."""
+        """A tensor as it is in the file, converted in parts of AT_ONCE numbers or one row, to save memory."""
         tensor = self.tensors[name]
         w = torch.empty(tensor.shape, dtype=dtype)
         rows, n = w.view(-1, tensor.shape[-1]), max(1, AT_ONCE // tensor.shape[-1])

@@ -19,9 +19,9 @@ ADVICE = {  # {name of an error's class, or of one of its bases: what to do}
 @lru_cache
 def local_path(name):
     """
-    The path of what init_from names. What is on this disk, and what cannot be a name on the hub, is that itself.
+    The path of what init_from names. A path on this disk, and what cannot be a name on the hub, is returned as it is.
     owner/name, owner/name@revision and GPT-2's names are downloaded: weights in safetensors files, and the text files
-    beside them. A process asks the hub once. ValueError, which says what to do, where there is no such model.
+    beside them. A process asks the hub once for a name. ValueError, which says what to do, if there is no such model.
     """
     repository, _, revision = name.partition('@')
     if os.path.exists(name) or repository not in GPT2_NAMES and not NAME.fullmatch(repository):

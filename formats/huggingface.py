@@ -25,9 +25,10 @@ def to_huggingface(model, folder, tokenizer=None):
     Write a folder with config.json, model.safetensors and, given a tokenizer, tokenizer.json, tokenizer_config.json and
     meta.json. An older export is replaced whole. Returns the family of the model in it, see `family_of`.
 
-    transformers computes the same logits from it, and GPT.from_pretrained gets the same bits back. What gpt2 has and
-    the model lacks is zeros: positions of position='none', biases. mpt has no biases (all of the model's must be zero),
-    and the exact GELU. Both have no grouped heads: keys' and values' rows are repeated for each head of queries.
+    transformers computes the same logits from it, and GPT.from_pretrained gets the same bits back. Weights that gpt2
+    has and the model lacks are zeros: biases, and the positions of position='none'. mpt has the exact GELU and no
+    biases, so those of the model must be zero. Neither family has grouped heads: rows of keys and values are repeated
+    for each head of queries.
 
     The tokenizer gives the same ids, and the id of a space for a character that the model has never seen. meta.json is
     its `state()`, as in a data folder; a JSONTokenizer needs none. The bos, eos and pad ids of an import stay.

@@ -29,14 +29,14 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
     """
     A GPT with the weights of a folder in Hugging Face format (of a family of families.py) or of a GGUF file.
 
-    model_type: its path, or its name on the hub, see `files_of`; or what that returns, which then is read once.
+    model_type: its path, or its name on the hub, see `files_of`; or what `files_of` has returned, to read it once.
     GPT, GPTConfig: the classes of model.py, or of a model that inherits from it. override_args may set dropout. dtype:
     of the weights; None keeps that of the files, see `common_dtype`, and for a GGUF file's rounded numbers is float32.
     Weights that are the same here and in a folder are not copied: they stay memory-mapped, and are read when they are
     first used.
     lazy: matrices are on the device meta, and their `read()` reads them, so that a model that is packed is never in
-    memory as a whole. Embeddings are read at once, a GGUF file's rounded ones as bfloat16; rounded ones that are
-    lm_head too are matrices like the others, unless positions are learned.
+    memory as a whole. Embeddings are read at once, and the rounded ones of a GGUF file become bfloat16. A rounded
+    embedding that is lm_head too is not read at once, but like the other matrices, unless positions are learned.
     ValueError, in one line, if there is no such model, it cannot be read, or a GPT here cannot represent what it has.
     """
     if set(override_args) - {'dropout'}:
@@ -122,8 +122,8 @@ def files_of(model_type):
 
 class Files:
     """
-    The safetensors files of a folder, of which none is opened before `weights` are asked for. is_gpt2: was it named as
-    a GPT-2? ValueError if the folder has none, or not all of those that its index names.
+    The safetensors files of a folder, which are opened when `weights` is first read. is_gpt2: was the folder named as a
+    GPT-2? ValueError if it has no such files, or lacks one that its index names.
     """
     is_rounded = False
 

@@ -17,7 +17,7 @@ def check_vocabulary(model, tokenizer):
 
 
 def stand_in(tokenizer):
-    """The id of a character that the model has no row for, in other engines: the space's, or 0. Here it is an error."""
+    """The id that other engines use for a character without a row: the space's, or 0. Here it is an error."""
     return tokenizer.ids.get(' ', 0)
 
 

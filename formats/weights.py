@@ -26,7 +26,7 @@ def same(a, b):
 
 
 def common_dtype(weights):
-    """A dtype with all numbers of these tensors: that of the matrices, unless vectors in a wider one have others."""
+    """A dtype that holds all numbers of these tensors: that of the matrices, or a wider one if the vectors need it."""
     dtype = reduce(torch.promote_types, {w.dtype for w in weights if w.dim() > 1} or {weights[0].dtype})
     others = [w for w in weights if w.dim() < 2 and w.dtype != dtype]
     return reduce(torch.promote_types, {w.dtype for w in others if not torch.equal(w, w.to(dtype).to(w.dtype))}, dtype)

@@ -5,14 +5,14 @@ Many requests, one engine (see engine/). The tokens of a request do not depend o
     engine_thread  a thread around the engine, with an inbox
     stats          counters, and the pool's state for the web page
     loading        model, executor and tokenizer of a checkpoint
-    grammars       what form a text has, as a grammar
-    constraints    which tokens may come next in a text of a form
-    api            what a body may hold is checked, and errors
+    grammars       the form that a text must have, as a grammar
+    constraints    which tokens may come next in a text that must have a form
+    api            checks of the fields of a body, and errors
     bodies         the bodies of the OpenAI API, with fields of vLLM
     served         the model that is served, and the requests that a body asks it for
     answer         the answer to a body: outputs from the engine's thread become what the client reads
     responses      the bodies and answers of the responses API, which are those of a chat in another form
-    connection     a client's connection, and what it may cost
+    connection     a client's connection, with limits on its time and size
     server         the Starlette app, with the web page: page.html, page.css, page.js, and what they load of vendor/
     openapi        what is answered at an address, and the description of all for programs
     ray_app        several servers behind Ray Serve

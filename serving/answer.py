@@ -1,7 +1,7 @@
 """
-The answer to a body, on its way from the engine's thread to the client: outputs wait in a `Mailbox`, become chunks of a
-stream or one object in a `Completion` or a `ChatCompletion`, and are written by an `Answer`, which notices a client
-that goes away.
+The answer to a body, from the engine's thread to the client. Outputs wait in a `Mailbox`. A `Completion` or a
+`ChatCompletion` turns them into chunks of a stream or into one object. An `Answer` sends these to the client, and
+notices when the client goes away.
 """
 import asyncio
 import codecs
@@ -43,7 +43,7 @@ def name_of_token(token_bytes):
 
 
 class Choice:
-    """One sample: what has come of it and was not taken yet, and where its text stands."""
+    """One sample: the pieces, tokens and log probabilities that `take` has not returned yet, and its state."""
 
     def __init__(self, index, prompt, body, served):
         self.index, self.prompt, self.body, self.served = index, prompt, body, served
@@ -63,7 +63,7 @@ class Choice:
         return [output.text] if output.text else []
 
     def has_news(self):
-        """Is there something to send? Tokens without a text of their own are, only where tokens are asked for."""
+        """Is there something to send? Tokens without text count only if ids or logprobs are asked for."""
         asked = self.body.return_token_ids or self.has_logprobs
         return not self.ended and bool(self.pieces or self.finish_reason or asked and self.tokens)
 
@@ -105,8 +105,8 @@ class TextChoice(Choice):
     def taken_logprobs(self):
         """
         OpenAI's legacy object: for each token its text, its logprob, the likeliest tokens beside it, and the number of
-        characters of the prompt and the sample that come before it. Where several of the likeliest have the same text,
-        all but the first of them are named token_id:7.
+        characters of the prompt and the sample that come before it. If several of the likeliest have the same text,
+        each of them but the first is named by its id, as in token_id:7.
         """
         tokens, token_logprobs, top_logprobs, offsets = [], [], [], []
         for token, found in self.logprobs:
@@ -159,7 +159,7 @@ class ChatChoice(Choice):
             self.finish_reason = 'tool_calls'
 
     def chunks(self):
-        """Clients read one call from a chunk, and the reason why an answer ends from one without calls."""
+        """`take` for a stream. As clients expect, a chunk has at most one call, and finish_reason follows all calls."""
         if calls := [piece for piece in self.pieces if isinstance(piece, Call)]:
             said = [piece for piece in self.pieces if piece not in calls]
             reason, self.finish_reason = self.finish_reason, None
@@ -285,8 +285,8 @@ class JSON(Response):
 
 class Bell:
     """
-    Sets events of the event loop from another thread. All that are set before the loop comes to it cost one call: each
-    call gives the interpreter's lock away, and the engine would wait for it again.
+    Sets events of the event loop from another thread. All events that are set before the loop runs `answer` share one
+    `call_soon_threadsafe`, because it releases Python's lock, and the engine then has to wait for the lock again.
     """
 
     def __init__(self, loop):
@@ -306,9 +306,9 @@ class Bell:
 
 class Mailbox:
     """
-    Outputs on their way from the engine's thread to the coroutine of one client, which may be slow: they wait here, no
-    more than a request's own tokens, and the engine never waits. listening: is the bell rung for any output, or only
-    for the last one of a sample?
+    Outputs on their way from the engine's thread to the coroutine of one client. If the client is slow they wait here,
+    so that the engine never waits; there are at most the tokens of the client's requests. listening: is the bell rung
+    for any output, or only for the last one of a sample?
     """
 
     def __init__(self, bell, listening):
@@ -374,7 +374,7 @@ class Answer:
         await (await self.written(lambda: JSON(self.completion.object(), headers=headers)))(scope, receive, send)
 
     async def written(self, write):
-        """What a function returns that writes JSON, which is called in another thread where it takes long."""
+        """The result of `write`, a function that writes JSON. A large answer is written in another thread."""
         if not self.completion.is_large:
             return write()
         return await asyncio.get_running_loop().run_in_executor(self.service.threads_for['answer'], write)

@@ -16,8 +16,8 @@ TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_
 TOOLS = "this is for conversations: POST messages to /v1/chat/completions"
 FORM = "response_format or structured_outputs says what form a text has: {\"grammar\": \"...\"} for example"
 KEPT = "this server keeps no answers: send the whole conversation as input"
-LENGTHS = 'max_output_tokens', 'max_tokens'  # one of them is the name at an address
-UNSUPPORTED = {  # what asks for something that is not here; a body with several of them is told of the first one here
+LENGTHS = 'max_output_tokens', 'max_tokens'  # an address that generates takes one of these names
+UNSUPPORTED = {  # {field that this server lacks: advice}; if a body has several, the error names the first one below
     'tools': TOOLS, 'functions': "its name is tools here", 'json_schema': FORM, 'grammar': FORM, 'guided_json': FORM,
     'guided_regex': FORM, 'guided_choice': FORM, 'guided_grammar': FORM, 'guided_decoding_backend': FORM,
     'messages': "POST them to /v1/chat/completions",
@@ -47,7 +47,7 @@ IGNORED = {  # they change no token
     'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent', 'service_tier', 'truncation', 'request_id',
     'dry_base', 'dry_allowed_length', 'dry_penalty_last_n', 'dry_sequence_breakers', 'adaptive_decay',
     'reasoning_format'}
-THINKING = {  # likewise where there is no chat template
+THINKING = {  # also ignored in a body without a conversation
     'reasoning_effort', 'reasoning', 'enable_thinking', 'thinking', 'think', 'thinking_budget', 'reasoning_budget'}
 NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
     'response_format': {'type': 'text'}, 'modalities': ['text'],
@@ -81,9 +81,8 @@ def invalid(param, message):
 
 def parsed(kind, data, defaults=None):
     """
-    The body of this kind in the bytes of a request. A field that is null, or asks for nothing, is left out; those of
-    `defaults`, sampling fields, take the place of fields that are left out. APIError 400, which names the first field
-    that is wrong.
+    The bytes of a request as a body of this kind. A field that is null or asks for nothing is left out. `defaults` has
+    sampling fields, which take the place of fields that are left out. APIError 400 names the first field that is wrong.
     """
     if not data.strip():
         raise APIError(400, "the body is empty, but should be a JSON object", code='invalid_json')
@@ -117,7 +116,7 @@ def asked_for(fields, known):
     """The fields of a body that ask for something. known: the fields that there are."""
     functions, choices = {'tools', 'functions'}, [fields.get('tool_choice'), fields.get('function_call')]
     left_out = IGNORED - known | {name for name, value in fields.items() if name in NOTHING and value == NOTHING[name]}
-    # a field with a nearly known name may be a known one, misspelled
+    # an empty field whose name is like a known one is not left out: it may be that one, misspelled
     empty = {name for name, value in fields.items()
              if not value or type(value) is dict and all(part is None for part in value.values())}
     left_out |= {name for name in empty - known - ASK_WHEN_EMPTY if not near(name, known, 0.85)}

@@ -69,7 +69,7 @@ def checked_stops(stops):
 
 
 def number_of_likeliest(logprobs):
-    """The legacy logprobs: true asks for one token beside each, as in vLLM, and false for none."""
+    """The legacy field logprobs as a number: true is 1, as in vLLM, and false is None, for no log probabilities."""
     return {True: 1, False: None}[logprobs] if type(logprobs) is bool else logprobs
 
 
@@ -165,7 +165,7 @@ class ResponseFormat(Strict):
     @model_validator(mode='before')
     @classmethod
     def of_llama_server(cls, came):
-        """There the schema stands beside the type, which may be json_object."""
+        """llama-server has the schema beside the type, and the type may be json_object."""
         given = without_nulls(came) if type(came) is dict else {}
         if given.keys() == {'type', 'schema'} and given['type'] in ('json_object', 'json_schema'):
             return {'type': 'json_schema', 'json_schema': {'schema': given['schema']}}
@@ -261,8 +261,8 @@ def text_of(content, validate):
 
 def read_arguments(arguments):
     """
-    The object that the arguments of a call are: templates take it as such, and the API as JSON in a text. Whatever else
-    a model has once written there is an empty one, as in vLLM: the conversation goes on with the error of its tool.
+    The arguments of a call, a dict: templates take them so, and the API has them as JSON in a text. Anything else that
+    a model has written there becomes {}, as in vLLM: the conversation goes on with the error of the tool.
     """
     with suppress(ValueError, RecursionError):
         arguments = DECODER.decode(arguments) if type(arguments) is str else arguments
@@ -331,8 +331,8 @@ class ToolFields(Lenient):
 
 def as_it_came(tool, validate):
     """
-    A pydantic validator that checks a tool, and keeps it: the template gets all that the client wrote, and the
-    parameters, which many templates read, of a tool without any.
+    A pydantic validator that checks a tool and returns it as it came, so that the template gets all that the client
+    wrote. A tool without parameters gets NO_PARAMETERS, because many templates read them.
     """
     validate(tool)
     function = tool['function']
@@ -356,7 +356,7 @@ class Thinking(Lenient):
 
 
 def thinking_of(given):
-    """true and false stand for the two types; an object without a type asks for nothing."""
+    """`thinking` as an object: true has the type enabled, false disabled. None if an object has no type."""
     if type(given) is bool:
         return {'type': 'enabled' if given else 'disabled'}
     return None if type(given) is dict and given.get('type') is None else given
@@ -394,7 +394,7 @@ class ConversationFields(Strict):
 
     @property
     def thinking_variables(self):
-        """Of the template, by any of the names. A template that reads none of them writes the same prompt."""
+        """The template's variables for thinking, from any field. A template that reads none writes the same prompt."""
         effort = self.reasoning_effort or self.reasoning.effort
         given = {} if not effort else {'enable_thinking': effort != 'none'}
         if effort and effort != 'none':
@@ -420,7 +420,7 @@ class ChatBody(GenerationBody, ConversationFields):
 
     @property
     def most_tokens(self):
-        """Of an answer, by whichever of its two names."""
+        """The most tokens of an answer, from the one of its two fields that is given."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -434,7 +434,7 @@ class ChatBody(GenerationBody, ConversationFields):
 
     @property
     def callable_names(self):
-        """Of the tools that an answer may call."""
+        """The names of the tools that an answer may call."""
         names = [tool['function']['name'] for tool in self.tools]
         return names if type(self.tool_choice) is str else [self.tool_choice.function.name]
 

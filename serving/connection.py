@@ -74,8 +74,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data):
         if self.n_head is not None:
             self.n_head += len(data)
-            # uvicorn drops the body of a request that offers HTTP/2, so the header gets another name. It has as many
-            # bytes as the old one, because data may hold a part of the body, whose length is announced
+            # uvicorn drops the body of a request that offers HTTP/2, so the header gets another name. The new name is
+            # as long as the old one: data may hold a part of the body too, and its length must not change
             seen = self.last + data
             data = re.sub(rb'(?i)\r\nupgrade:', b'\r\nignored:', seen)[len(self.last):]
             self.last = seen[-9:]

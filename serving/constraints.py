@@ -4,9 +4,9 @@ What the text of a sample must be: JSON of a schema, a regular expression, one o
     constraint = compiled('regex', '[0-9]+', Vocabulary(tokenizer, model.config.vocab_size))
     engine.generate([prompt], 20, constraint=constraint)
 
-The library llguidance, see grammars.py, computes which tokens may come next: those after which the text can still
-become one of the form, whatever the vocabulary. A sample ends when its text is complete and nothing may follow. Where
-it may end or go on, the tokens that end the sample are allowed too.
+The library llguidance, see grammars.py, computes which tokens may come next: those after which the text can still be
+completed in its form. This holds for any vocabulary. A sample ends when its text is complete and nothing may follow. If
+the text may end or go on, the tokens that end the sample are allowed too.
 """
 import os
 import re
@@ -19,9 +19,9 @@ from serving.grammars import grammar_of
 
 class Vocabulary:
     """
-    The tokens of a model for llguidance, which calls this object a tokenizer: tokens, the bytes of each id. Special
-    tokens have no text. llguidance ends a text with one more id, `end`, after the last one; where it allows that,
-    `Constraint` allows the tokens that end a sample. ValueError where the library is not installed.
+    The tokens of a model, as llguidance takes a tokenizer. tokens: the bytes of each id. Special tokens have no text.
+    end: the id after the last one, with which llguidance ends a text. If it allows that id, `Constraint` allows the
+    tokens that end a sample. ValueError if the library is not installed.
     """
     is_tokenizer_wrapper, eos_token_id, bos_token_id = True, None, None
 
@@ -47,10 +47,10 @@ class Constraint:
     Which tokens of a sample may come next. beginning: llguidance's matcher after no token. ends: the tokens that end
     the sample, allowed where the text may end; the draw takes them only after min_tokens others.
 
-    allowed: a bitmap, see `decode.draw.DrawSettings`, of the token after the first n_taken drawn ones; n_taken is None
-    until it is written. is_complete: may nothing follow? error: None, or why the text cannot go on: a `DeadEnd` where
-    the vocabulary lacks what must follow, or the form is too much for the library; a RuntimeError where a token came
-    that was not allowed.
+    allowed: a bitmap, see `decode.draw.DrawSettings`, for the token that follows the first n_taken drawn ones. n_taken
+    is None until `write` has written it. is_complete: may nothing follow? error: None, or why the text cannot go on: a
+    `DeadEnd` if the vocabulary lacks what must follow, or if the form is too large for the library, and a RuntimeError
+    if a token came that was not allowed.
     """
 
     def __init__(self, vocabulary, beginning, ends=(), min_tokens=0):
@@ -107,8 +107,8 @@ def bitmap(tokens, n):
 @lru_cache(maxsize=16)
 def compiled(kind, text, vocabulary):
     """
-    The `Constraint` of a form, see `grammars.grammar_of`. ValueError, with what the library says, for one that it does
-    not take, or no text of which this vocabulary can write.
+    The `Constraint` of a form, see `grammars.grammar_of`. ValueError, with what the library says, for a form that it
+    refuses, and for one in which this vocabulary can write no text.
     """
     import llguidance
     limits = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)

@@ -119,7 +119,7 @@ class EngineThread:
         self.thread.join()
 
     def ask_for(self, operations):
-        """Have the thread call this before its next call: (function, `OpenRequest`, arguments). The lock is held."""
+        """Have the thread run these before its next call: each is (function, `OpenRequest`, ...). The lock is held."""
         self.inbox.extend(operations)
         self.engine.return_soon[0] = 1
         self.condition.notify_all()
@@ -127,7 +127,8 @@ class EngineThread:
     def state(self):
         """
         The pool and the queue, a dict, see `stats.Stats.snapshot`: as they are if there is no request, otherwise as
-        they were after a recent call. While it is looked at it is kept up to date; the first look may find an old one.
+        they were after a recent call. For LOOKED_AT seconds after this was called they are kept up to date; the first
+        call may return an old state.
         """
         self.looked_at = time.monotonic()
         with self.condition:
@@ -200,8 +201,8 @@ class EngineThread:
 
     def hand_out(self, results):
         """
-        Deliver what a call has given, each request's together. A delivery costs as much as some steps, and with drafts
-        a call gives few tokens: then outputs wait until half of the longest call has passed since the last delivery.
+        Deliver what a call has given, the outputs of a request together. A delivery takes as long as some steps, and a
+        call with drafts gives few tokens. So with drafts, outputs wait half of `longest_call` after the last delivery.
         """
         now, interval = time.monotonic(), self.engine.longest_call / 2 if self.is_drafted else 0.0
         for s, given in results:
@@ -247,9 +248,9 @@ class EngineThread:
             return Output(sample.index, new, text, logprobs, reason)
 
     def note_prompt(self, s, first, logits):
-        """Note the log probabilities of the prompt's tokens after those from position `first` on, by their logits."""
+        """Note the log probabilities of the prompt's tokens from first + 1 on. logits: of positions from first on."""
         live = s.owner.live
-        del live.prompt_logprobs[first:]  # it was computed before, and lost its slots
+        del live.prompt_logprobs[first:]  # they are there if the sequence lost its slots and is computed again
         targets = s.tokens[first + 1:min(first + 1 + len(logits), s.n_prompt)]
         live.prompt_logprobs += logprobs_of(logits[:len(targets)], targets, live.request.logprobs or 0)
 

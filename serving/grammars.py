@@ -2,7 +2,7 @@
 What form a text has, as a grammar for llguidance (https://github.com/guidance-ai/llguidance).
 
 Some grammars take minutes to compile, such as `multipleOf` 4,000,007, and a chain of 2,000 references ends the process.
-So each is first compiled in a process that has no other task, see chat/template.py, and again where that went well.
+So each is first compiled in a process that has no other task, see chat/template.py, and if that went well again here.
 """
 import json
 import math
@@ -37,8 +37,8 @@ def grammar_of(kind, text):
     """
     The grammar of a form, a text that llguidance reads. kind, text: json_schema, a JSON schema as text; json_object,
     any text; regex, a regular expression (Rust's, which the whole text matches); choice, texts, a tuple; grammar,
-    llguidance's kind of Lark, or llama.cpp's GBNF; tools, the grammar of their calls. ValueError where it cannot be
-    read, or is compiled too slowly; what else is wrong is not found.
+    llguidance's kind of Lark, or llama.cpp's GBNF; tools, the grammar of their calls. ValueError if it cannot be read
+    or takes too long to compile. Other errors are not found here.
     """
     n = len(text) if kind != 'choice' else sum(map(len, text))
     if n > MOST_CHARACTERS:
@@ -74,9 +74,9 @@ def subschemas(schema):
 
 def closed(schema):
     """
-    A schema whose objects have the properties that it names and no others, where it does not say so itself: a small
-    model invents others until it is cut off. So do llama.cpp and xgrammar. Where several schemas describe one object,
-    each would exclude the properties of the others: then this is done for the outermost object alone.
+    A schema whose objects have only the properties that it names, unless it says something else about others. A small
+    model would invent others until it is cut off. llama.cpp and xgrammar do the same. If several schemas describe one
+    object, each would exclude the properties of the others: then only the outermost object is closed.
     """
     schema = json.loads(json.dumps(schema))
     found = subschemas(schema)
@@ -111,7 +111,7 @@ def may_be_rounded(number):
 # The functions below run in the process that compiles.
 
 def lark_of(kind, text):
-    """The same, as Lark."""
+    """The form that `grammar_of` takes, as Lark."""
     from llguidance import regex_to_lark
     from llguidance.gbnf_to_lark import any_to_lark
     if kind in ('grammar', 'tools'):

@@ -92,7 +92,7 @@ def copy_weights(model):
 
 
 def pages_on_cuda(model, type_kv, kv_memory, n_blocks, page_size):
-    """How many pages a pool on CUDA has, which takes this share of the free memory; stderr says how much."""
+    """The pages of a pool on CUDA: n_blocks, or what the share kv_memory of free memory holds; stderr says how much."""
     n_bytes = bytes_of_slots(model.config, page_size, type_kv)
     free = free_memory(model.lm_head.weight.device)
     n_blocks = n_blocks or max(1, int(kv_memory * free) // n_bytes)

@@ -15,7 +15,7 @@ from serving.bodies import ChatBody, Lenient, Message, ResponseFormat, Tokens, T
 
 KINDS = 'message', 'function_call', 'function_call_output'  # of items in the input
 OF_A_CHAT = {'response_format.json_schema': 'text.format', 'response_format': 'text.format',
-             'max_tokens': 'max_output_tokens', 'messages': 'input'}  # its fields, and what they are here
+             'max_tokens': 'max_output_tokens', 'messages': 'input'}  # {field of a chat: its name here}
 
 
 def message_of(item):
@@ -42,7 +42,7 @@ def messages_of(given):
 
 
 def nested(name):
-    """A pydantic validator: what stands beside a type here stands in the field `name` beside it in a chat."""
+    """A pydantic validator that moves the fields beside a type into the field `name`, where a chat has them."""
     def of_chat(given):
         if type(given) is not dict or given.get('type') not in ('function', 'json_schema'):
             return given
@@ -104,9 +104,9 @@ def renamed(error):
 
 class ModelResponse(ChatCompletion):
     """
-    The answer to a `ResponseBody`. items: of its output, as they are so far; text: the part of the last one, while it
-    is a message to which more text may come. logprobs: of tokens whose text has not come yet. events: the bytes of
-    those that are not sent yet.
+    The answer to a `ResponseBody`. items: the items of its output so far. text: the text part of the last item, while
+    that is a message to which more text may come, else None. logprobs: of tokens whose text has not come yet. events:
+    the bytes of events that are not sent yet.
     """
 
     def __init__(self, id, body, served, requests):

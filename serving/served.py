@@ -145,8 +145,8 @@ def check_entries(body, requests):
 
 def forms_of(body, served):
     """
-    The `forms` of a `ChatBody`: a grammar where its answer must call a tool, or may do so instead of JSON. APIError 400
-    where there is no such tool, or the form of calls is not known.
+    The `forms` of a `ChatBody`. If its answer must call a tool, or may call one instead of writing JSON, they are a
+    grammar of calls. APIError 400 if there is no such tool, or if the form of the model's calls is not known.
     """
     template, forms, answer = served.tokenizer.chat_template, body.forms, None
     form = body.tools and form_of(template)

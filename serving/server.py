@@ -202,7 +202,7 @@ class Service:
 
 
 def is_own_page(request):
-    """Is the Origin of a request the server itself, whose Host it names, another port of this machine, or not said?"""
+    """Is the Origin of a request absent, the server's own, as the Host names it, or a port of this machine?"""
     origin = request.headers.get('origin', '')
     name = origin.partition('://')[2]
     return not origin or name == request.headers.get('host', '') or re.fullmatch(THIS_MACHINE, name, re.IGNORECASE)
@@ -292,7 +292,7 @@ async def responses(service, body):
 
 
 async def generate(service, body, prefix, kind, work=None):
-    """The `Answer` to a body, of this kind, whose requests are submitted. work: a thread of this kind makes these."""
+    """Submit a body's requests. Returns the `Answer`. kind: of its completion. work: of the thread that makes them."""
     id, mailbox = f'{prefix}{secrets.token_hex(12)}', Mailbox(service.bell, listening=body.stream)
 
     def make():

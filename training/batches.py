@@ -111,8 +111,8 @@ def open_tokens(folder, split, block_size):
 
 def check_dtype(path, named):
     """
-    ValueError if a file is a .npy file, or if the ids at its beginning have more bytes than those of the dtype that
-    meta.json names, or None. Where it names uint16 the ids are not looked at.
+    ValueError if a file is a .npy file, or if the ids at its beginning have more bytes than the dtype that it is read
+    as. named: that dtype in meta.json, or None, which is read as uint16. If meta.json has uint16, ids are not checked.
     """
     with open(path, 'rb') as f:
         start = f.read(1 << 16)

@@ -53,9 +53,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def orthogonal(matrices, coefficients, n_steps):
     """
-    Nearly the orthogonal matrices that are nearest to matrices (n, rows, columns), by Newton and Schulz's iteration
-    with Muon's coefficients. torch's own computes in bfloat16 on every device. On a CPU without instructions for it
-    that takes four times as long as float32.
+    The orthogonal matrices nearest to `matrices` (n, rows, columns), approximately, by the Newton-Schulz iteration with
+    Muon's coefficients. It stays in float32 on a CPU. torch's own function computes in bfloat16 on every device, which
+    takes four times as long on a CPU without instructions for it.
     """
     a, b, c = coefficients
     x = matrices if matrices.is_cpu else matrices.bfloat16()

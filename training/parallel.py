@@ -120,9 +120,9 @@ def is_of_lost_process(e):
 
 def leave():
     """
-    End this process, with success, when all others are here too. Does not return: Python's end would stop a thread of
-    gloo that waits for Python's lock, which aborts the process (about one in ten did with sharded models, whose tensors
-    keep the group alive, and some after a restart).
+    End this process, with success, when all others are here too. It does not return: a normal end of Python would stop
+    a thread of gloo that waits for Python's lock, and that aborts the process. About one in ten aborted so with sharded
+    models, because their tensors keep the group alive, and some after a restart.
     """
     dist.barrier()
     dist.destroy_process_group()

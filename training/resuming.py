@@ -81,8 +81,8 @@ def of_checkpoint(name):
 
 def restore(resumed, optimizer, scaler):
     """
-    Load the optimizer's moments, the loss scale and the states of torch's generators from a checkpoint, whose
-    best_val_loss, of nanoGPT a tensor, becomes a float. ValueError if they do not fit.
+    Load the optimizer's moments, the loss scale and the states of torch's generators from a checkpoint. Its
+    best_val_loss becomes a float, because nanoGPT saves a tensor. ValueError if they do not fit.
     """
     with of_checkpoint('best_val_loss'):
         resumed['best_val_loss'] = float(resumed.get('best_val_loss', math.inf))

@@ -12,10 +12,10 @@ import configurator
 
 class StopRequest:
     """
-    Ctrl-C, SIGTERM, or SIGHUP where a terminal or a connection has ended. The first one sets `asked`, and the loop
-    stops where it can save. The second one ends the process, but for SIGHUP, of which a shell sends another. Under
-    torchrun it is ignored: torchrun forwards the signals that it gets to its workers, so that each gets two of one
-    Ctrl-C in a terminal, and it ends workers that do not stop in time.
+    Ctrl-C, SIGTERM, or SIGHUP, which comes when a terminal or a connection has ended. The first signal sets `asked`,
+    and the loop stops where it can save. The second signal ends the process, except SIGHUP: a shell sends another one.
+    Under torchrun the second one is ignored. Each worker gets a Ctrl-C in a terminal twice, because torchrun forwards
+    the signals that it gets, and torchrun ends workers that do not stop in time.
 
     A SIGINT or SIGHUP that is ignored when the process starts stays ignored: shells start background jobs that way, and
     so does nohup.

@@ -100,8 +100,8 @@ def race(asked, name, B, T, n_new, engines):
 
 def fastest_way(kind, weights, model, idx, n_new):
     """
-    The fastest way to run an engine: (engine, how). One thread and all are tried, unless it chooses by itself, and each
-    of its own ways.
+    The fastest way to run an engine: (engine, how). Each of its own ways is tried, with one thread and with all, unless
+    it chooses their number itself.
     """
     tried = []
     for threads in [None] if kind.chooses_threads else sorted({1, torch.get_num_threads()}):

@@ -24,9 +24,9 @@ TIMEOUT = 300  # seconds that an answer may take
 
 class Ask(NamedTuple):
     """
-    What a client asks for: n_new tokens after prompt, a list of token ids. leaves: the client goes away when so many
-    parts of the answer have come, 0 for as soon as it has asked; None stays. seed: of tokens that are drawn; None takes
-    the likeliest. salt: prompts are remembered for those of the same salt only.
+    What a client asks for: n_new tokens after prompt, a list of token ids. leaves: how many parts of the answer come
+    before the client goes away. 0: it goes as soon as it has asked. None: it stays. seed: of tokens that are drawn;
+    None takes the likeliest. salt: prompts are remembered for those of the same salt only.
     """
     prompt: list
     n_new: int
@@ -69,8 +69,8 @@ class Load(NamedTuple):
 
 async def closed_loop(server, asks, n_clients):
     """
-    The `Load` of n_clients of a `servers.Server` that each send their next request, on a connection of its own, when
-    they have the answer to the one before. They take the asks in order.
+    The `Load` of n_clients of a `servers.Server`. When a client has its answer, it sends its next request, on a new
+    connection. The clients take the asks in order.
     """
     answers, todo = [], iter([(ask, server.body(ask)) for ask in asks])
 

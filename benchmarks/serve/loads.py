@@ -92,8 +92,8 @@ def clients(asked):
 
 def in_turns(name, config, weights, servers, C, n, repeats):
     """
-    A row for each server, with rounds of n requests of C clients. over_llama: the median over the rounds of our tokens
-    a second over those of llama-server, by the better of its numbers of threads.
+    A row for each server, with rounds of n requests of C clients. over_llama: our tokens a second divided by those of
+    llama-server, the median of the rounds, with the number of threads that is better for llama-server.
     """
     def setup(round_):  # other prompts for each number of clients and round: ours would remember them
         return mixed(config, n if round_ else C, seed=1000 * C + round_)

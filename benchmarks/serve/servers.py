@@ -123,8 +123,8 @@ class OurServer(Server):
 class LlamaServer(Server):
     """
     llama-server with a GGUF file of a folder. n_slots: requests that it decodes at once. longest: tokens of the longest
-    one with its answer; its cache has room for that in each slot. Of 40 candidates for a token, its default, it would
-    take the first as well, and later.
+    one with its answer; its cache has room for that in each slot. Requests ask for one candidate for a token: of its
+    default, 40, it would take the first as well, but more slowly.
     """
 
     def __init__(self, binary, folder, weights, n_slots, longest, threads):

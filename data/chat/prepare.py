@@ -65,7 +65,7 @@ def main(config):
 
 
 def is_conversation(line):
-    """Has a line of a file messages? ValueError if they cannot be trained on."""
+    """Does a line of a file have messages? ValueError if a model cannot be trained on them."""
     if line.get('held_out') not in (None, False, True):
         raise ValueError(f'"held_out" must be true or false, not {line["held_out"]!r:.40}')
     for i, message in enumerate(messages := line['messages'], 1):
