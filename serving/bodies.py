@@ -371,7 +371,7 @@ class ConversationFields(Strict):
                                                                          "documents for example")
     reasoning_effort: str | None = Field(None, max_length=MOST_NAME, description="low for example: the template gets "
                                          "it, with enable_thinking; none is enable_thinking: false")
-    reasoning: Reasoning = Field(default_factory=Reasoning, description="reasoning_effort, as effort")
+    reasoning: Reasoning = Field(default_factory=Reasoning, description="effort and enabled, of the fields beside it")
     enable_thinking: bool | None = Field(None, description="given to the template")
     thinking: Annotated[Thinking | None, BeforeValidator(thinking_of)] = Field(
         None, description="enable_thinking, as type: enabled or disabled")
