@@ -185,7 +185,7 @@ def fastest_threads(step, rounds=5, seconds=2.0, limit=1.0):
 
 def choose_threads(step, before, say):
     """
-    Set the number of CPU threads of a training run, and say how many they are unless OMP_NUM_THREADS decides.
+    Set the number of CPU threads of a training run. Say the number, unless OMP_NUM_THREADS has set it.
 
     OMP_NUM_THREADS decides if it is set. Otherwise the number is `before`, that of the run that is resumed, because
     another number adds in another order and so changes the last bits of the results. If `before` is None, it is the

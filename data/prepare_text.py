@@ -149,8 +149,6 @@ def write_dataset(folder, parts, tokenizer, source, ends=False):
         print(f"{n_chars:,} characters from {source}; vocabulary {tokenizer.vocab_size:,}")
         for split, f in (('train', train), ('val', val)):
             print(f"{split}.bin: {f.tell() // dtype_of(tokenizer).itemsize:,} tokens of {n_bytes[split]:,} bytes")
-        with suppress(FileNotFoundError):  # an older one may be of another tokenizer
-            os.remove(os.path.join(folder, 'train.bin'))
         write_meta(folder, tokenizer, source=source, bytes=n_bytes)
     # train.bin was moved into place last: where it exists, the others are of the same tokenizer
 
@@ -174,7 +172,12 @@ def dtype_of(tokenizer):
 
 
 def write_meta(folder, tokenizer, **more):
-    """Write meta.json, and what `tokenizer.state_of_dataset` reads of a tokenizer that meta.json cannot hold."""
+    """
+    Write meta.json, and what `tokenizer.state_of_dataset` reads of a tokenizer that meta.json cannot hold. An older
+    train.bin is removed, because it may be of another tokenizer: move the new one into place after this.
+    """
+    with suppress(FileNotFoundError):
+        os.remove(os.path.join(folder, 'train.bin'))
     meta = dict(vocab_size=tokenizer.vocab_size, dtype=dtype_of(tokenizer).name, **more)
     if isinstance(tokenizer, tokenizers.JSONTokenizer):
         write(os.path.join(folder, 'tokenizer.json'), tokenizer.json.encode())

@@ -55,8 +55,8 @@ class DrawSettings:
         stop_ids, biases = [*stop_ids], dict(logit_bias)
         for token in (*stop_ids, *biases):
             if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-                raise ValueError(f"token ids are 0 to {vocab_size - 1}, and a stop or a bias is for {token!r}: "
-                                 "leave it out")
+                raise ValueError(f"a stop or a bias is for the token {token!r}, but token ids are integers from 0 to "
+                                 f"{vocab_size - 1}: leave it out")
         self.seed, self.stop_ids, self.min_tokens = int(seed) % 2**64, sorted(stop_ids), min_tokens if stop_ids else 0
         self.bias_tokens, self.biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float64)
         if any(map(math.isnan, self.biases)):

@@ -48,7 +48,7 @@ class Engine:
             raise ValueError(f"kv_bits must be 0 or 8, not {kv_bits!r}")
         executor = executor or EagerExecutor(model)
         if executor.model is not model:
-            raise ValueError("the executor was made of another model: make it of the model that the engine gets")
+            raise ValueError("the executor computes another model than the one given as model: give both the same one")
         type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
         self.model, self.executor = model, executor
         self.pool = pool or default_pool(model.config, type_kv=type_kv)
@@ -275,7 +275,8 @@ class Engine:
         going = []
         try:
             for p, prompt in enumerate(prompts):
-                going += self.add(prompt, max_new_tokens, n, seed + p * n if p else seed, **settings)
+                first = seed + p * n if p else seed  # `add` refuses a seed that is no number
+                going += self.add(prompt, max_new_tokens, n, first, **settings)
             given = [s.n_prompt for s in going]  # how many tokens of each the caller has
             while True:
                 # a step may give tokens to other streams too, and theirs may give some, or an error, to this one

@@ -159,12 +159,14 @@ class GGUFFile:
         the numbers by which frequencies are divided. The largest of them is the factor. low_freq_factor and
         high_freq_factor are 1 and 4 in all models of this kind.
         """
-        factor = typed(of, 'rope.scaling.factor', float, 1.0) or 1.0
-        factor = 1.0 if of.get('rope.scaling.type') == 'none' else factor
+        factor = typed(of, 'rope.scaling.factor', float, 1.0)
+        if factor == 0 or of.get('rope.scaling.type') == 'none':  # then llama.cpp scales nothing
+            factor = 1.0
         if FREQUENCIES not in self.tensors:
             return dict(rope_type='linear', factor=factor) if factor != 1 else None
         if factor != 1:
-            raise ValueError(f"it has both {FREQUENCIES} and rope.scaling.factor {factor:g}: only one of them is read")
+            raise ValueError(f"rope.scaling.factor is {factor:g} beside {FREQUENCIES}, but a GPT here can have only "
+                             "one of them: use another file of this model")
         if self.tensors[FREQUENCIES].shape != (head_dim // 2,):
             raise ValueError(f"{FREQUENCIES} has the shape {self.tensors[FREQUENCIES].shape}, but must have a number "
                              f"for each pair of the {head_dim} channels of a head")
@@ -174,7 +176,8 @@ class GGUFFile:
             of_values = plain / rotary_frequencies(head_dim, theta, values)
             if torch.allclose(of_values.float(), slower, 1e-5):
                 return dict(rope_type='llama3', **dict(zip(LLAMA3, values)))
-        raise ValueError(f"{FREQUENCIES} are not those of Llama 3, which a GPT here cannot represent")
+        raise ValueError(f"{FREQUENCIES} are not those of Llama 3, nor one factor for all, and a GPT here cannot "
+                         "represent others: use another model")
 
     def tokenizer_state(self):
         """The state of its tokenizer. Call this before `weights`, which drops the tokens and the merges."""

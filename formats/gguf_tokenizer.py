@@ -29,7 +29,7 @@ RULES = {  # of tokenizer.ggml.pre: what a text is split by, one after the other
     **dict.fromkeys(('gpt-2', 'mpt', 'phi-2'), [WORDS]),
     **dict.fromkeys(('smollm', 'starcoder', 'refact', 'codeshell'), [r'\p{N}', WORDS]),
     **dict.fromkeys(('qwen2', 'deepseek-r1-qwen'), [LATER_WORDS % '']),
-    **dict.fromkeys((*LLAMA3_RULES, 'smaug-bpe'), [LATER_WORDS % '{1,3}']),
+    **dict.fromkeys((*LLAMA3_RULES, 'smaug-bpe'), [LATER_WORDS % '{1,3}']),  # the last one only splits like them
     'default': [r'[\p{P}\$\+<=>\^~\|]+', WORDS, r'\p{N}+', '[0-9][0-9][0-9]'],
 }
 

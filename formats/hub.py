@@ -19,7 +19,7 @@ ADVICE = {  # {name of an error's class, or of one of its bases: what to do}
 @lru_cache
 def local_path(name):
     """
-    The path of what init_from names. A path on this disk, and what cannot be a name on the hub, is returned as it is.
+    The path of what init_from names. A path on this disk stays as it is, and so does what cannot be a name on the hub.
     owner/name, owner/name@revision and GPT-2's names are downloaded: weights in safetensors files, and the text files
     beside them. A process asks the hub once for a name. ValueError, which says what to do, if there is no such model.
     """

@@ -17,6 +17,7 @@ TOOLS = "this is for conversations: POST messages to /v1/chat/completions"
 FORM = "response_format or structured_outputs says what form a text has: {\"grammar\": \"...\"} for example"
 KEPT = "this server keeps no answers: send the whole conversation as input"
 LENGTHS = 'max_output_tokens', 'max_tokens'  # an address that generates takes one of these names
+SWITCHES = 'think', 'thinking_budget', 'reasoning_budget'  # of thinking, in other servers
 UNSUPPORTED = {  # {field that this server lacks: advice}; if a body has several, the error names the first one below
     'tools': TOOLS, 'functions': "its name is tools here", 'json_schema': FORM, 'grammar': FORM, 'guided_json': FORM,
     'guided_regex': FORM, 'guided_choice': FORM, 'guided_grammar': FORM, 'guided_decoding_backend': FORM,
@@ -32,7 +33,7 @@ UNSUPPORTED = {  # {field that this server lacks: advice}; if a body has several
     'best_of': "ask for n samples, with logprobs to compare them, and choose one",
     'use_beam_search': "this server draws samples: ask for n of them, with logprobs to compare them",
     'store': "this server keeps no answers",
-    **dict.fromkeys(['think', 'thinking_budget', 'reasoning_budget'], "enable_thinking is the field for this"),
+    **dict.fromkeys(SWITCHES, "give enable_thinking, true or false, instead"),
     'documents': "if the chat template reads them, give it that: chat_template_kwargs, {\"documents\": [...]}",
     'chat_template': "the template of the model's own files is used",
     'prompt_logprobs': "echo with logprobs gives those of a prompt",
@@ -48,7 +49,7 @@ IGNORED = {  # they change no token
     'dry_base', 'dry_allowed_length', 'dry_penalty_last_n', 'dry_sequence_breakers', 'adaptive_decay',
     'reasoning_format'}
 THINKING = {  # also ignored in a body without a conversation
-    'reasoning_effort', 'reasoning', 'enable_thinking', 'thinking', 'think', 'thinking_budget', 'reasoning_budget'}
+    'reasoning_effort', 'reasoning', 'enable_thinking', 'thinking', *SWITCHES}
 NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
     'response_format': {'type': 'text'}, 'modalities': ['text'],
     'seed': -1, 'max_tokens': -1, 'max_completion_tokens': -1, 'length_penalty': 1,
@@ -56,9 +57,9 @@ NOTHING = {  # the values with which a field asks for nothing, besides 0, false 
     'top_n_sigma': -1, 'typ_p': 1, 'adaptive_target': -1, 't_max_predict_ms': -1, 'detokenize': True,
     'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
-ASK_NOTHING_WHEN_EMPTY = {'reasoning_effort', 'reasoning'}  # of the fields that there are
+ASK_NOTHING_WHEN_EMPTY = {'reasoning_effort', 'reasoning'}  # though a conversation has these fields
 ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens', 'guided_json', 'json_schema',
-                  'think', 'thinking_budget', 'reasoning_budget'}
+                  *SWITCHES}
 
 
 class APIError(Exception):
@@ -116,11 +117,11 @@ def asked_for(fields, known):
     """The fields of a body that ask for something. known: the fields that there are."""
     functions, choices = {'tools', 'functions'}, [fields.get('tool_choice'), fields.get('function_call')]
     left_out = IGNORED - known | {name for name, value in fields.items() if name in NOTHING and value == NOTHING[name]}
-    # an empty field whose name is like a known one is not left out: it may be that one, misspelled
+    # an empty field with a name like a known one stays, and is refused: the name may be misspelled
     empty = {name for name, value in fields.items()
              if not value or type(value) is dict and all(part is None for part in value.values())}
     left_out |= {name for name in empty - known - ASK_WHEN_EMPTY if not near(name, known, 0.85)}
-    left_out |= empty & ASK_NOTHING_WHEN_EMPTY if 'enable_thinking' in known else THINKING
+    left_out |= (empty & ASK_NOTHING_WHEN_EMPTY) if 'enable_thinking' in known else THINKING  # of a conversation?
     if fields.get('best_of') == fields.get('n', 1):
         left_out.add('best_of')
     if 'none' in choices or 'auto' in choices and not (functions - left_out) & fields.keys():

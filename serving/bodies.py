@@ -393,12 +393,17 @@ class ConversationFields(Strict):
         return given | (dict(tools=self.tools) if self.tools else {})
 
     @property
+    def effort(self):
+        """The effort of reasoning, from the one of its two fields that is given, or None."""
+        return self.reasoning_effort or self.reasoning.effort or None
+
+    @property
     def thinking_variables(self):
         """The template's variables for thinking, from any field. A template that reads none writes the same prompt."""
-        effort = self.reasoning_effort or self.reasoning.effort
-        given = {} if not effort else {'enable_thinking': effort != 'none'}
-        if effort and effort != 'none':
-            given['reasoning_effort'] = effort
+        given = {}
+        if self.effort:
+            is_on = self.effort != 'none'
+            given = {'enable_thinking': is_on} | ({'reasoning_effort': self.effort} if is_on else {})
         if self.thinking is not None:
             given['enable_thinking'] = self.thinking.type != 'disabled'
         for switch in self.reasoning.enabled, self.enable_thinking:

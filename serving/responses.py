@@ -220,7 +220,7 @@ class ModelResponse(ChatCompletion):
             'tool_choice': body.tool_choice if type(body.tool_choice) is str else flat(
                 body.tool_choice.model_dump(exclude_unset=True)),
             'parallel_tool_calls': body.parallel_tool_calls, 'text': {'format': format},
-            'reasoning': {'effort': body.reasoning_effort or body.reasoning.effort, 'summary': None},
+            'reasoning': {'effort': body.effort, 'summary': None},
             'background': False, 'previous_response_id': None, 'store': False, 'truncation': 'disabled',
             'metadata': body.metadata}
 

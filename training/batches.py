@@ -21,7 +21,7 @@ def prepare(folder):
         if code in (130, -signal.SIGINT, -signal.SIGTERM):
             raise KeyboardInterrupt
         if code:
-            raise ValueError(f"{script} failed: correct what its message above names, and start again")
+            raise ValueError(f"{script} ended with exit code {code}: correct what its message names, and start again")
 
 
 def vocab_size_of(folder):

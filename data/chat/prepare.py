@@ -11,7 +11,6 @@ with "held_out": true are for validation; if there are none, every tenth one is.
 """
 import os
 import sys
-from contextlib import suppress
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 import configurator  # isort: skip
@@ -49,11 +48,9 @@ def main(config):
     if not all(parts.values()):
         raise ValueError(f"there are {len(parts['train'])} conversations to train on and {len(parts['val'])} to "
                          'validate, but both need one: give ten or more, or mark some with "held_out": true')
-    with suppress(FileNotFoundError):  # an older one may be of another tokenizer
-        os.remove(os.path.join(folder, 'train.bin'))
     prepare_text.write_meta(folder, made, source=', '.join(map(os.path.basename, paths)),
                             conversations={split: len(rows) for split, rows in parts.items()})
-    said = []
+    said = []  # it is printed at the end: a closed pipe would leave half of the files
     for split, rows in parts.items():
         marks = np.concatenate([scored * SCORED + (np.arange(len(ids)) == 0) * FIRST for ids, scored in rows])
         prepare_text.write(os.path.join(folder, f'{split}_marks.bin'), marks.astype(np.uint8).tobytes())

@@ -52,8 +52,9 @@ def main(config):
                 ids = np.concatenate(encoded.shard(n_shards, shard, contiguous=True).with_format('numpy')['ids'])
                 f.write(ids.astype(np.uint16).tobytes())
                 n_tokens += len(ids)
+            if name == 'train':  # it is moved into place last
+                write_meta(folder, tokenizer, source=source)
         print(f"{name}.bin: {n_tokens:,} tokens")
-    write_meta(folder, tokenizer, source=source)
 
 
 if __name__ == '__main__':

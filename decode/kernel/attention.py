@@ -492,7 +492,7 @@ def weigher(n_vectors):
     @njit
     def weigh(stored, slots, i, n, seen, ahead, weights, w, norm, out, out_at):
         """
-        out[out_at : + n] = norm * the weighted sum of numbers i to i + n - 1 of the values that are seen. The weights
+        out[out_at:out_at + n] = norm * the weighted sum of numbers i to i + n - 1 of the values that are seen. Weights
         begin at weights[w]. Sinks are added one by one, then eight keys at a time to eight sums, then the other keys.
         """
         v, scales, sums, at = stored.v, stored.v_scale, zeros(n_vectors), slots.head + i
@@ -517,5 +517,5 @@ def weigher(n_vectors):
     return weigh
 
 
-# weigh_two reads each weight once for two vectors
+# weigh_two computes two vectors at a time: it reads each weight once for both
 weigh_one, weigh_two = weigher(1), weigher(2)

@@ -1,6 +1,6 @@
 """
 Functions that are compiled once for this machine and kept on disk, also when several processes start at the same time.
-And C functions: compiled code calls them by their addresses, so the two need not be compiled together.
+Here are C functions too: compiled code calls them by their addresses, so it can be compiled without them.
 """
 import atexit
 import functools
@@ -164,7 +164,7 @@ def compile_beside(function, code):
     """
     Start a process that runs `code`, which compiles a `CFunction` and others. Meanwhile this process compiles what it
     needs before that: numba compiles one function of a process at a time. No process is started if the function is on
-    disk, or if nothing can be kept there. It ends with this process at the latest, unless a signal ends this process.
+    disk, or if nothing can be kept there. This process ends the other one when it exits, but not if a signal ends it.
     """
     cache = function.kept._cache
     if n_cores() > 1 and isinstance(cache, SharedCache) and not cache.is_there(function.kept._sig):

@@ -3,7 +3,7 @@ A draw without most of lm_head: the logits that may be among the largest of a ro
 
 A step of few rows reads lm_head from memory. lm_head is a third of GPT-2's weights, and a larger part of a smaller
 model with the same vocabulary. A draw with top_k, or of the largest logit, needs few of its rows. So lm_head is kept in
-int8 too. The logit w8 x8, from its row w and x in int8, differs from w x by at most
+int8 too. If its row w and x are rounded to w8 and x8, the error of the logit w x is
 
     |w x - w8 x8| <= |w - w8| |x| + |w8| |x - x8|
 
