@@ -91,6 +91,12 @@ def grammar(form, tools, several, rule, answer=None):
     return '\n'.join([f'start: {calls}' + (f' | {rule(answer)}' if answer is not None else ''), *rules])
 
 
+def certain(text, tag):
+    """A growing text without what may belong to a tag that comes next: its first characters, and blanks before it."""
+    begun = next(n for n in range(len(tag) - 1, -1, -1) if text.endswith(tag[:n]))
+    return text[:len(text) - begun].rstrip()
+
+
 class Reader:
     """Finds calls of the tools `names` in an answer that comes in pieces. More than `most` are dropped."""
 
@@ -121,8 +127,7 @@ class Reader:
             text, opened, rest = self.held.partition(opens)
             inside, closed, rest = self.cut(rest)
             if not opened or not (closed or last):  # what may be the beginning of a call waits
-                begun = next(n for n in range(len(opens) - 1, -1, -1) if text.endswith(opens[:n]))
-                said = text if last else text[:len(text) - begun].rstrip()
+                said = text if last else certain(text, opens)
                 self.held = self.held[len(said):]
                 return found + self.said(said)
             before, calls = self.behind_tags(inside)

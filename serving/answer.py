@@ -11,6 +11,7 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
+from chat.thoughts import ThoughtReader, thinks
 from chat.tools import MOST_CALLS, Call, Reader, form_of, takes_several_calls
 from serving.api import APIError, invalid
 from serving.constraints import DeadEnd
@@ -45,8 +46,8 @@ def name_of_token(token_bytes):
 class Choice:
     """One sample: the pieces, tokens and log probabilities that `take` has not returned yet, and its state."""
 
-    def __init__(self, index, prompt, body, served):
-        self.index, self.prompt, self.body, self.served = index, prompt, body, served
+    def __init__(self, index, request, body, served):
+        self.index, self.prompt, self.body, self.served = index, request.prompt, body, served
         self.pieces, self.tokens, self.logprobs = [], [], []
         self.has_logprobs = body.n_logprobs is not None
         self.finish_reason, self.n_tokens, self.begun, self.ended = None, 0, False, False
@@ -88,8 +89,9 @@ class Choice:
 class TextChoice(Choice):
     """A sample of a completion: a text."""
 
-    def __init__(self, index, prompt, body, served):
-        super().__init__(index, prompt, body, served)
+    def __init__(self, index, request, body, served):
+        super().__init__(index, request, body, served)
+        prompt = request.prompt
         prompt_text = served.tokenizer.decode(prompt) if body.echo or self.has_logprobs else ''
         self.offset = len(prompt_text)
         self.left_out = served.tokenizer.special_ids if body.skip_special_tokens else ()
@@ -131,27 +133,38 @@ class TextChoice(Choice):
                 'text_offset': offsets}
 
 
-class ChatChoice(Choice):
-    """A sample of a conversation: a message of the assistant."""
+class Thought(str):
+    """A piece of what a model thinks."""
 
-    def __init__(self, index, prompt, body, served):
-        super().__init__(index, prompt, body, served)
+
+class ChatChoice(Choice):
+    """A sample of a conversation: a message of the assistant. n_thought: how many of its tokens are thoughts."""
+
+    def __init__(self, index, request, body, served):
+        super().__init__(index, request, body, served)
         template = served.tokenizer.chat_template
         form = form_of(template) if body.tools else None
         several = form and body.may_call_several and takes_several_calls(template)
         self.reader = form and Reader(form, body.callable_names, MOST_CALLS if several else 1)
         self.has_called, self.n_taken = False, 0
+        parts = thinks(template) and body.reasoning_format not in ('none', 'raw')  # words of llama-server, and of Groq
+        self.thoughts = ThoughtReader(served.opens_thoughts(request.prompt)) if parts else None
+
+    @property
+    def n_thought(self):
+        return self.thoughts.n_tokens if self.thoughts else 0
 
     def has_news(self):
         """Clients of several samples expect a first chunk of each, in their order."""
         return super().has_news() or self.body.n > 1 and not self.begun
 
     def read(self, output):
-        if self.reader is None:
-            return super().read(output)
-        pieces = self.reader.push(output.text, last=bool(output.finish_reason))
-        self.has_called |= any(isinstance(piece, Call) for piece in pieces)
-        return pieces
+        thought, text, last = '', output.text, bool(output.finish_reason)
+        if self.thoughts:
+            thought, text = self.thoughts.push(text, [self.served.token_bytes[i] for i in output.token_ids], last)
+        said = self.reader.push(text, last) if self.reader else [text] * bool(text)
+        self.has_called |= any(isinstance(piece, Call) for piece in said)
+        return [Thought(thought)] * bool(thought) + said
 
     def add(self, output):
         super().add(output)
@@ -171,9 +184,12 @@ class ChatChoice(Choice):
 
     def content(self):
         calls = [piece for piece in self.pieces if isinstance(piece, Call)]
-        text = ''.join(piece for piece in self.pieces if isinstance(piece, str))
+        thought = ''.join(piece for piece in self.pieces if isinstance(piece, Thought))
+        text = ''.join(piece for piece in self.pieces if type(piece) is str)
         message = {} if self.begun else {'role': 'assistant', 'refusal': None}
         message['content'] = text or (None if self.has_called else '')
+        if thought:
+            message['reasoning_content'] = thought
         if calls:
             message['tool_calls'] = [{'index': i, 'id': call.id, 'type': 'function',
                                       'function': {'name': call.name, 'arguments': call.arguments}}
@@ -211,7 +227,7 @@ class Completion:
         self.head = {'id': id, 'object': self.kind_of_chunk if body.stream else self.kind, 'created': int(time.time()),
                      'model': served.name}
         self.of_prompt = {}
-        self.choices = [self.choice(number * body.n + i, request.prompt, body, served)
+        self.choices = [self.choice(number * body.n + i, request, body, served)
                         for number, request in enumerate(requests) for i in range(body.n)]
 
     def add(self, number, outputs):
@@ -274,6 +290,10 @@ class ChatCompletion(Completion):
         super().__init__(id, body, served, requests)
         if body.return_token_ids:
             self.of_prompt = {'prompt_token_ids': requests[0].prompt}
+
+    def usage(self):
+        n_thought = sum(choice.n_thought for choice in self.choices)
+        return super().usage() | {'completion_tokens_details': {'reasoning_tokens': n_thought}}
 
 
 class JSON(Response):

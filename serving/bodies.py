@@ -270,6 +270,13 @@ def read_arguments(arguments):
     return arguments if type(arguments) is dict else {}
 
 
+def thoughts_of(given):
+    """The thoughts of an answer, a text or a list of parts that have one. Anything else is none."""
+    parts = given if type(given) is list else [{'text': given}]
+    texts = [part.get('text') for part in parts if type(part) is dict]
+    return '\n'.join(text for text in texts if type(text) is str)
+
+
 class CalledFunction(Lenient):
     name: str
     arguments: Annotated[dict, BeforeValidator(read_arguments)] = Field(default_factory=dict)
@@ -284,12 +291,14 @@ class ToolCall(Lenient):
 
 class Message(Lenient):
     """
-    A message of a conversation. What a client adds to it is ignored (refusal, reasoning_content, annotations, for
-    example), so the message of an answer can be sent back as it is. One of a tool answers the call with its id.
+    A message of a conversation. What a client adds to it is ignored (refusal and annotations, for example), so the
+    message of an answer can be sent back as it is. One of a tool answers the call with its id.
     """
     role: Literal['system', 'developer', 'user', 'assistant', 'tool']
     content: Annotated[str | list_of(Part), WrapValidator(text_of)]
     tool_calls: list_of(ToolCall, max_length=MOST_CALLS) = Field(default_factory=list)
+    reasoning_content: Annotated[str, BeforeValidator(thoughts_of)] = Field(
+        '', validation_alias=AliasChoices('reasoning_content', 'reasoning'))
     tool_call_id: str = ''
     name: str = ''
 
@@ -311,6 +320,8 @@ class Message(Lenient):
             plain['content'] = self.content
         if self.tool_calls:
             plain['tool_calls'] = [call.model_dump() for call in self.tool_calls]
+        if self.reasoning_content:
+            plain['reasoning_content'] = self.reasoning_content
         if self.role == 'tool':
             plain |= {name: text for name in ('tool_call_id', 'name') if (text := getattr(self, name))}
         return plain
@@ -420,6 +431,7 @@ class ChatBody(GenerationBody, ConversationFields):
     logprobs: bool = False
     top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
     tool_choice: ToolChoice = Field('auto', description="none leaves the tools out")
+    reasoning_format: str = Field('', max_length=MOST_NAME, description="none leaves thoughts in the content")
     parallel_tool_calls: bool = Field(True, description="may an answer have several calls?")
     add_special_tokens: Literal[False] = Field(False, description="the template writes them")
 

@@ -183,8 +183,9 @@ const mine = new Set()  // ids of this page's requests
 let running = null      // the request that runs: {abort, samples: those it fills, id: '' until the server tells it}
 
 class Sample {  // goOn: continues it. view: shows its text, in scroller. The rest: what kept() gave before a reload
-  constructor(name, goOn, view, scroller, {text = '', n = 0, note = 'waiting', speed = '', cut = false} = {}) {
-    Object.assign(this, {text, n, view, scroller})
+  constructor(name, goOn, view, scroller, kept = {}) {
+    const {text = '', thought = '', n = 0, note = 'waiting', speed = '', cut = false} = kept
+    Object.assign(this, {text, thought, n, view, scroller})
     this.note = make('span', {textContent: note})
     this.speed = make('span', {textContent: speed})
     const what = name.toLowerCase()
@@ -193,8 +194,17 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
     this.buttons = make('div', {}, button('Copy', 'Copy ' + what, event => copy(this.text, event.target), 'copy'),
                         this.more)
     this.footer = make('footer', {}, this.note, this.speed, this.buttons)
-    this.element = make('article', {className: 'sample', ariaLabel: name}, view.element, this.footer)
-    view.show(text, true)
+    this.thoughts = make('details', {className: 'thoughts'}, make('summary'), make('div', {
+      tabIndex: 0, role: 'region', ariaLabel: 'Thoughts of ' + what}, document.createTextNode('')))
+    this.element = make('article', {className: 'sample', ariaLabel: name}, this.thoughts, view.element, this.footer)
+    this.show(true)
+  }
+  show(ended) {
+    this.view.show(this.text, ended)
+    const [head, {firstChild: shown}] = this.thoughts.children
+    this.thoughts.hidden = !this.thought
+    head.textContent = ended || this.text ? 'Thoughts' : 'Thinking …'
+    shown.appendData(this.thought.slice(shown.length))
   }
   begin(start) {  // a stream will add to it
     Object.assign(this, {start, first: 0, wait: 0, reason: null, n_before: this.n, note_before: this.note.textContent})
@@ -209,6 +219,7 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
   add(choice, now) {
     this.reason = choice.finish_reason
     this.text += choice.text ?? choice.delta.content ?? ''
+    this.thought += choice.delta?.reasoning_content ?? ''
     const came = choice.token_ids.length
     this.n += came
     if (came && !this.first) { this.first = now; this.at_first = this.n }
@@ -220,7 +231,7 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
     this.timer = null
     const begun = performance.now()
     const follow = this.scroller.scrollHeight - this.scroller.scrollTop - this.scroller.clientHeight < 30
-    this.view.show(this.text, Boolean(this.reason))
+    this.show(Boolean(this.reason))
     const more = this.n - this.at_first, seconds = (this.last - this.first) / 1000
     if (this.first) this.speed.textContent = duration(this.first - this.start) + ' to the first token' +
       (more && seconds ? `, ${number(more / seconds)} tokens/s` : '')
@@ -235,15 +246,15 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
   end(why) {  // of the stream; why: if it has not come to an end of its own
     if (this.timer) this.draw()
     if (!this.reason) {
-      this.view.show(this.text, true)
+      this.show(true)
       this.say(', ' + why)
       if (this.n_before && this.n === this.n_before) this.note.textContent = this.note_before
     }
-    this.more.hidden = this.reason === 'stop' || !this.n
+    this.more.hidden = this.reason === 'stop' || !this.text
   }
   kept() {
-    return {text: this.text, n: this.n, note: this.note.textContent, speed: this.speed.textContent,
-            cut: !this.more.hidden}
+    return {text: this.text, thought: this.thought, n: this.n, note: this.note.textContent,
+            speed: this.speed.textContent, cut: !this.more.hidden}
   }
 }
 
@@ -373,7 +384,8 @@ function setTurns(changed) {
 function messagesOf({system, turns}) {
   return [...system ? [{role: 'system', content: system}] : [],
           ...turns.flatMap(({message, answer}) => [{role: 'user', content: message},
-                                                   {role: 'assistant', content: answer.text}])]
+                                                   {role: 'assistant', content: answer.text,
+                                                    ...answer.thought && {reasoning_content: answer.thought}}])]
 }
 const conversation = () => messagesOf({system: $('system').value, turns})
 

@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
+from chat.tools import Call
 from serving import bodies
-from serving.answer import LARGE, ChatCompletion, event
+from serving.answer import LARGE, ChatCompletion, Thought, event
 from serving.api import MOST_MESSAGES, shown
 from serving.bodies import ChatBody, Lenient, Message, ResponseFormat, Tokens, Tool, ToolChoice, Whole, list_of
 
-KINDS = 'message', 'function_call', 'function_call_output'  # of items in the input
+KINDS = 'message', 'reasoning', 'function_call', 'function_call_output'  # of items in the input
 OF_A_CHAT = {'response_format.json_schema': 'text.format', 'response_format': 'text.format',
              'max_tokens': 'max_output_tokens', 'messages': 'input'}  # {field of a chat: its name here}
 
@@ -25,6 +26,8 @@ def message_of(item):
     kind = item.get('type') or 'message'
     if kind == 'function_call':
         return {'role': 'assistant', 'tool_calls': [{'id': item.get('call_id', ''), 'function': item}]}
+    if kind == 'reasoning':
+        return {'role': 'assistant', 'reasoning_content': item.get('content')}
     if kind == 'function_call_output':
         return {'role': 'tool', 'tool_call_id': item.get('call_id', ''), 'content': item.get('output')}
     if kind == 'item_reference':  # of the AI SDK, unless it is told that nothing is stored
@@ -83,10 +86,13 @@ class ResponseBody(ChatBody):
     @model_validator(mode='after')
     def as_a_chat(self):
         messages = [Message(role='system', content=self.instructions)] if self.instructions else []
-        for message in self.messages:  # a text and the calls after it are one message in a chat
+        for message in self.messages:  # thoughts, a text and the calls after it are one message in a chat
             last = messages[-1] if messages else message
-            if message.tool_calls and last is not message and last.role == 'assistant':
-                messages[-1] = last.model_copy(update={'tool_calls': [*last.tool_calls, *message.tool_calls]})
+            follows = message.tool_calls or not (last.content or last.tool_calls)
+            if follows and last is not message and last.role == message.role == 'assistant':
+                fields = 'reasoning_content', 'content', 'tool_calls'
+                messages[-1] = last.model_copy(update={
+                    name: getattr(last, name) + getattr(message, name) for name in fields})
             else:
                 messages.append(message)
         self.messages, self.response_format = messages, self.text.format or self.response_format
@@ -104,14 +110,15 @@ def renamed(error):
 
 class ModelResponse(ChatCompletion):
     """
-    The answer to a `ResponseBody`. items: the items of its output so far. text: the text part of the last item, while
-    that is a message to which more text may come, else None. logprobs: of tokens whose text has not come yet. events:
-    the bytes of events that are not sent yet.
+    The answer to a `ResponseBody`. items: the items of its output so far. part: the text, or the thoughts, in the last
+    item, while more of it may come, else None. logprobs: of tokens whose text has not come yet. n_left_out: how many
+    tokens of thoughts, which have none. events: the bytes of events that are not sent yet.
     """
 
     def __init__(self, id, body, served, requests):
         super().__init__(id, body, served, requests)
-        self.items, self.text, self.logprobs, self.events, self.n_events = [], None, [], b'', 0
+        self.items, self.part, self.events, self.n_events = [], None, b'', 0
+        self.logprobs, self.n_left_out = [], 0
 
     @property
     def is_large(self):
@@ -152,40 +159,55 @@ class ModelResponse(ChatCompletion):
         choice, = self.choices
         pieces, reason = choice.pieces, choice.finish_reason
         self.logprobs += (choice.take()['logprobs'] or {}).get('content', [])
-        for piece in pieces or [''] * bool(reason and not self.items):
-            if isinstance(piece, str):
-                self.add_text(piece)
-            else:
+        del self.logprobs[:choice.n_thought - self.n_left_out]
+        self.n_left_out = choice.n_thought
+        if reason and all(isinstance(piece, Thought) for piece in pieces) and {
+                item['type'] for item in self.items} <= {'reasoning'}:
+            pieces.append('')  # an answer has a message or a call
+        for piece in pieces:
+            if isinstance(piece, Call):
                 self.add_call(piece)
+            else:
+                self.add_text(piece)
         if reason or self.error:
-            self.end_text('completed' if reason in ('stop', 'tool_calls') else 'incomplete')
+            self.end_part('completed' if reason in ('stop', 'tool_calls') else 'incomplete')
 
     def add_text(self, piece):
-        """More text, in the message that the last item is, or in a new one."""
-        if self.text is None:
-            self.text = {'type': 'output_text', 'text': '', 'annotations': [], 'logprobs': []}
-            self.begin({'type': 'message', 'id': f'msg_{secrets.token_hex(12)}', 'role': 'assistant',
-                        'status': 'in_progress', 'content': []})
-            self.note_item('content_part.added', content_index=0, part=self.text)
-            self.items[-1]['content'].append(self.text)
-        logprobs, self.logprobs = self.logprobs, []
-        self.text['text'] += piece
-        self.text['logprobs'] += logprobs
+        """More text or thoughts, in the last item, or in a new one."""
+        thinks = isinstance(piece, Thought)
+        if self.part is None or thinks != (self.part['type'] == 'reasoning_text'):
+            self.end_part('completed')
+            head = {'type': 'reasoning', 'id': f'rs_{secrets.token_hex(12)}', 'summary': []} if thinks else {
+                'type': 'message', 'id': f'msg_{secrets.token_hex(12)}', 'role': 'assistant'}
+            self.begin(head | {'status': 'in_progress', 'content': []})
+            self.part = {'type': 'reasoning_text', 'text': ''} if thinks else {
+                'type': 'output_text', 'text': '', 'annotations': [], 'logprobs': []}
+            self.note_item('content_part.added', content_index=0, part=self.part)
+            self.items[-1]['content'].append(self.part)
+        self.part['text'] += piece
         if piece:
-            self.note_item('output_text.delta', content_index=0, delta=piece, logprobs=logprobs)
+            self.note_item(f"{self.part['type']}.delta", content_index=0, delta=piece, **self.taken_logprobs())
 
-    def end_text(self, status):
-        """The end of the message to which text came last, if there is one."""
-        if self.text is not None:
-            part, self.text = self.text, None
-            part['logprobs'] += self.logprobs
-            self.logprobs = []
-            self.note_item('output_text.done', content_index=0, text=part['text'], logprobs=part['logprobs'])
-            self.note_item('content_part.done', content_index=0, part=part)
+    def taken_logprobs(self):
+        """The field logprobs of what has come of a text, if it is not of thoughts."""
+        if 'logprobs' not in self.part:
+            return {}
+        logprobs, self.logprobs = self.logprobs, []
+        self.part['logprobs'] += logprobs
+        return {'logprobs': logprobs}
+
+    def end_part(self, status):
+        """The end of the text or the thoughts that came last, if there are any."""
+        if self.part is not None:
+            self.taken_logprobs()
+            kind, fields = self.part['type'], {key: self.part[key] for key in ('text', 'logprobs') if key in self.part}
+            self.note_item(f'{kind}.done', content_index=0, **fields)
+            self.note_item('content_part.done', content_index=0, part=self.part)
+            self.part = None
             self.end(status=status)
 
     def add_call(self, call):
-        self.end_text('completed')
+        self.end_part('completed')
         self.begin({'type': 'function_call', 'id': f'fc_{secrets.token_hex(12)}', 'call_id': call.id,
                     'name': call.name, 'arguments': '', 'status': 'in_progress'})
         self.note_item('function_call_arguments.delta', delta=call.arguments)
@@ -229,4 +251,4 @@ class ModelResponse(ChatCompletion):
         return {'input_tokens': counts['prompt_tokens'], 'output_tokens': counts['completion_tokens'],
                 'total_tokens': counts['total_tokens'],
                 'input_tokens_details': {'cached_tokens': self.n_cached, 'cache_write_tokens': 0},
-                'output_tokens_details': {'reasoning_tokens': 0}}
+                'output_tokens_details': counts['completion_tokens_details']}

@@ -6,6 +6,7 @@ from itertools import chain
 
 import orjson
 
+from chat.thoughts import CLOSES, OPENS
 from chat.tools import form_of, grammar, shows_tools, takes_several_calls
 from decode.draw import SETTING_NAMES
 from serving.api import APIError, invalid
@@ -60,6 +61,11 @@ class Served:
             except ValueError as e:
                 raise invalid(name, f"{name}: {e}") from None
 
+    def opens_thoughts(self, prompt):
+        """Does the prompt of a chat, token ids, end where thoughts begin?"""
+        end = b''.join(self.token_bytes[token] for token in prompt[-16:]).rstrip()
+        return end.endswith(OPENS.encode())
+
     @cached_property
     def most_characters(self):
         """A longer text has more than max_tokens. Reading all of it would only take time."""
@@ -92,7 +98,8 @@ class Served:
         if (body.tools or has_calls) and not shows_tools(self.tokenizer.chat_template):
             raise invalid('tools' if body.tools else 'messages', "tools are not in this model's chat template: "
                           "describe them in a message, or start serve.py with --chat_template=, a file with another")
-        self.check_length('messages', sum(len(message.content) for message in body.messages))
+        self.check_length('messages', sum(
+            len(message.content) + len(message.reasoning_content) for message in body.messages))
         try:
             return self.tokenizer.conversation(messages, **body.variables)
         except RecursionError:
@@ -190,7 +197,10 @@ def requests_of(body, served, id, deliver):
     else:
         prompts = [served.encode(prompt, body.add_special_tokens) if type(prompt) is str else prompt
                    for prompt in body.prompt]
+    served.check_ids('prompt', chain(*prompts))
     constraint = served.constraint(forms_of(body, served) if is_chat else body.forms)
+    if constraint and is_chat and served.opens_thoughts(prompts[0]):
+        constraint = constraint.behind(CLOSES)
     seeds = [secrets.randbelow(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     shared = dict(
         n=body.n, draw={name: getattr(body, name) for name in (*SETTING_NAMES, 'min_tokens', 'logit_bias')},
@@ -207,7 +217,6 @@ def requests_of(body, served, id, deliver):
         if body.min_tokens > request.max_tokens:
             raise invalid('min_tokens', f"min_tokens is {body.min_tokens}, and an answer may have {request.max_tokens} "
                                         "tokens at most: lower it, or allow more tokens")
-    served.check_ids('prompt', chain(*prompts))
     served.check_ids('stop_token_ids', body.stop_token_ids)
     served.check_ids('logit_bias', body.logit_bias)
     check_entries(body, requests)

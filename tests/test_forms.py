@@ -125,6 +125,25 @@ def test_masks_are_those_found_by_trying_every_token(form, kind):
     assert n_ends > 0
 
 
+def test_a_form_behind_a_tag_allows_the_same_after_it():
+    """Before it all tokens but the ends are allowed. Tokens come in any portions, and all again after a failure."""
+    rng, end = random.Random(2), END['byte pairs']
+    template = compiled('regex', '[0-9]{3,9}', Vocabulary(TOKENIZER, 300))
+    for before in 'Hm "{</think>', '</thi</think>', '</think>':
+        drawn, behind = TOKENIZER.encode(before), template.behind('</think>').for_sample([end])
+        n_before, plain, n = len(drawn), template.for_sample([end]), 0
+        drawn += TOKENIZER.encode('31415')
+        while n <= len(drawn):
+            behind.n_taken = rng.choice([behind.n_taken, None])
+            behind.take(drawn[:n])
+            behind.write([behind])
+            plain.take(drawn[n_before:n])
+            plain.write([plain])
+            expected = bits(plain.allowed, 300) if n >= n_before else {*range(300)} - {end}
+            assert bits(behind.allowed, 300) == expected and not behind.error and not behind.is_complete
+            n += rng.choice([1, 2])
+
+
 def any_schema(rng, depth=0):
     """A schema whose texts are short."""
     kinds = ['string', 'enum', 'integer', 'number', 'boolean', 'null', 'const']

@@ -199,8 +199,8 @@ class Page:
         self.browser.execute_script("""
             const real = window.fetch, encoder = new TextEncoder()
             const stream = new ReadableStream({start(it) {
-              window.speak = (content, finish_reason = null) => {
-                const choices = [{index: 0, delta: {content}, token_ids: [1], finish_reason}]
+              window.speak = (delta, finish_reason = null) => {
+                const choices = [{index: 0, delta, token_ids: [1], finish_reason}]
                 it.enqueue(encoder.encode(`data: ${JSON.stringify({choices})}\n\n`))
                 if (finish_reason) it.close()
               }
@@ -212,13 +212,14 @@ class Page:
             }""")
         self.say(message)
 
-    def speak(self, *pieces, end=None):
+    def speak(self, *pieces, end=None, field='content'):
         """Let these pieces of an answer come, and its end, if end is the reason for it."""
         self.browser.execute_script("""
-            for (const piece of arguments[0]) speak(piece)
-            if (arguments[1]) speak('', arguments[1])""", pieces, end)
-        self.wait(lambda: self.finished() if end else self.browser.execute_script(
-            'return conversation().at(-1).content.endsWith(arguments[0]) && !turns.at(-1).answer.timer', pieces[-1]))
+            for (const piece of arguments[0]) speak({[arguments[2]]: piece})
+            if (arguments[1]) speak({}, arguments[1])""", pieces, end, field)
+        self.wait(lambda: self.finished() if end else self.browser.execute_script("""
+            const said = conversation().at(-1)[arguments[1]]
+            return said?.endsWith(arguments[0]) && !turns.at(-1).answer.timer""", pieces[-1], field))
 
     def turns(self):
         """The conversation that is sent, without a system message, as messages of the API."""
@@ -630,6 +631,28 @@ HOSTILE = """<script>hacked = 1</script>
 |---|---|
 | [x](javascript:hacked=1) | a<br>b |
 """
+
+
+def test_thoughts_are_shown_before_the_answer_and_sent_back(chat):
+    """Also after a reload. What was cut in its thoughts cannot go on."""
+    chat.hear('q')
+    chat.speak('Hm: **', '</pre>', field='reasoning_content')
+    assert chat.visible('.thoughts summary') and chat.text('.thoughts summary') == 'Thinking …'
+    assert not chat.all('.more:not([hidden])')
+    chat.speak('*Yes*')
+    assert chat.text('.thoughts summary') == 'Thoughts' and not chat['.thoughts div'].is_displayed()
+    chat['.thoughts summary'].click()
+    chat.speak(' so', field='reasoning_content')
+    assert chat['.thoughts div'].is_displayed() and chat['.thoughts'].get_property('open')
+    chat.speak('.', end='stop')
+    for _ in range(2):
+        assert chat.text('.thoughts div') == 'Hm: **</pre> so' and chat.text('.turn .text').strip() == 'Yes.'
+        assert chat.turns() == [dict(role='user', content='q'), dict(
+            role='assistant', content='*Yes*.', reasoning_content='Hm: **</pre> so')]
+        chat.open()
+    chat.hear('q')
+    chat.speak('Hm', field='reasoning_content', end='length')
+    assert chat.text('.turn:last-child footer span') == '2 tokens, cut off' and not chat.all('.more:not([hidden])')
 
 
 def test_hostile_markdown_is_text(chat):

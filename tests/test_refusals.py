@@ -109,7 +109,7 @@ RESPONSES = [
     (dict(input=[]), 'input', 'at least 1'), (dict(input=None), 'input', 'missing'), (dict(input=3), 'input', 'list'),
     (dict(input=[3]), 'input.0', 'an object'),
     (dict(input=[dict(type='item_reference', id='x')]), 'input.0', "send the whole item"),
-    (dict(input=[dict(type='reasoning', id='x')]), 'input.0', "'reasoning'"),
+    (dict(input=[dict(type='image_generation_call', id='x')]), 'input.0', "'image_generation_call'"),
     (dict(input=[dict(role='user', content=[dict(type='input_image')])]), 'input.0.content', "'input_image'"),
     (dict(input=[dict(type='function_call')]), 'input.0.tool_calls.0.function.name', 'missing'),
     (dict(tools=[dict(type='web_search')]), 'tools.0.type', "'web_search'"),

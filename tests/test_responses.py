@@ -7,11 +7,10 @@ from conftest import SERVING, needs
 needs(*SERVING)
 openai = pytest.importorskip('openai', reason="openai is not installed")
 
-from example_models import CHAT
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from test_refusals import served_chat
-from test_tools import CALLS, TOOLS, USER, saying, written  # noqa: F401
+from test_tools import CALLS, QWEN, TOOLS, USER, saying, written  # noqa: F401
 
 from serving import answer
 from serving.constraints import DeadEnd
@@ -53,6 +52,9 @@ TEXT = 'I look it up.'
 @pytest.mark.parametrize('said, fields, kinds, status', [
     (TEXT, dict(), ['message'], 'completed'), ('', dict(), ['message'], 'completed'),
     (TEXT, dict(max_output_tokens=3), ['message'], 'incomplete'),
+    (f'<think>\nHm.\n</think>\n\n{TEXT}', dict(), ['reasoning', 'message'], 'completed'),
+    (f"<think>Hm.</think>{written('qwen', CALLS[:1])}", dict(tools=FLAT), ['reasoning', 'function_call'], 'completed'),
+    ('<think>Hm.', dict(), ['reasoning', 'message'], 'completed'),
     (f"{TEXT}\n{written('qwen', CALLS)}", dict(tools=FLAT), ['message', 'function_call', 'function_call'], 'completed'),
     (f"{written('qwen', CALLS[:1])}\n{TEXT}", dict(tools=FLAT), ['function_call', 'message'], 'completed'),
     (written('qwen', CALLS), dict(tools=FLAT, parallel_tool_calls=False), ['function_call'], 'completed'),
@@ -72,45 +74,53 @@ def test_a_stream_says_step_by_step_what_the_whole_says(saying, said, fields, ki
     for i, item in enumerate(found[-1]['response']['output']):
         own = [event for event in found if event.get('output_index') == i]
         assert own[0]['type'] == 'response.output_item.added' and own[-1]['item'] == item
-        kind = 'output_text' if item['type'] == 'message' else 'function_call_arguments'
-        part = ['content_part'] * (item['type'] == 'message')
+        kind = dict(message='output_text', reasoning='reasoning_text').get(item['type'], 'function_call_arguments')
+        part = ['content_part'] * (item['type'] != 'function_call')
         assert [event['type'] for event in own if not event['type'].endswith('.delta')] == [
             f'response.{name}' for name in (*[f'{of}.added' for of in ('output_item', *part)],
                                             *[f'{of}.done' for of in (kind, *part, 'output_item')])]
         pieces = [event['delta'] for event in own if event['type'] == f'response.{kind}.delta']
         done, = [event for event in own if event['type'] == f'response.{kind}.done']
-        text = item['content'][0]['text'] if item['type'] == 'message' else item['arguments']
+        text = item['content'][0]['text'] if part else item['arguments']
         assert ''.join(pieces) == done.get('text', done.get('arguments')) == text
+        assert item['type'] != 'reasoning' or text == 'Hm.'
+    assert (whole['usage']['output_tokens_details']['reasoning_tokens'] > 0) == ('reasoning' in kinds)
     calls = [(item['name'], json.loads(item['arguments'])) for item in whole['output'] if 'arguments' in item]
     assert calls == CALLS[:kinds.count('function_call')] and whole['store'] is False
 
 
 @pytest.mark.parametrize('stream', [False, True])
-def test_log_probabilities_come_of_tokens_without_text_too(stream, monkeypatch):
-    """Parts of a character, and the end: each token comes by itself. At the end all of them are written again."""
-    served = served_chat(CHAT)
+@pytest.mark.parametrize('thought', ['', '<think>Hm</think>', '<think></think>'])
+def test_log_probabilities_come_of_tokens_without_text_too(stream, thought, monkeypatch):
+    """
+    Parts of a character, and the end: each token comes by itself, and those of thoughts have none. At the end all of
+    them are written again.
+    """
+    served = served_chat(QWEN)
     body = ResponseBody.model_validate(dict(input='Hi', top_logprobs=0, stream=stream, include=[
         'message.output_text.logprobs']))
     made, data = ModelResponse('x', body, served, requests_of(body, served, 'x', print)), b''
-    for token, (text, reason) in enumerate([('a', None), ('', None), ('€', None), ('', 'stop')]):
-        made.add(0, [Output(0, [token], text, [Logprobs(-1. * token, [])], reason)])
-        assert not made.is_large
+    drawn = [(token, served.tokenizer.decode([token]), -9., None) for token in served.tokenizer.encode(thought)]
+    drawn += [(0, 'a', 0., None), (1, '', -1., None), (2, '€', -2., None), (3, '', -3., 'stop')]
+    for token, text, logprob, reason in drawn:
+        made.add(0, [Output(0, [token], text, [Logprobs(logprob, [])], reason)])
+        assert thought or not made.is_large
         data += made.chunks() if stream and not made.done else b''
     monkeypatch.setattr('serving.responses.LARGE', 3)
     assert made.is_large
     if stream:
         found = [json.loads(line[6:]) for line in (data + made.chunks()).decode().split('\n') if line[:6] == 'data: ']
         whole = found[-1]['response']
-        deltas = [each for event in found if event['type'].endswith('text.delta') for each in event['logprobs']]
+        deltas = [each for event in found if event['type'].endswith('output_text.delta') for each in event['logprobs']]
         assert [each['logprob'] for each in deltas] == [0, -1, -2]
     else:
         whole = json.loads(answer.JSON(made.object()).body)
-    assert [each['logprob'] for each in whole['output'][0]['content'][0]['logprobs']] == [0, -1, -2, -3]
+    assert [each['logprob'] for each in whole['output'][-1]['content'][0]['logprobs']] == [0, -1, -2, -3]
 
 
 def test_the_openai_client_reads_texts_calls_and_streams_and_sends_them_back(saying):  # noqa: F811
     client, says = saying('qwen')
-    says(f"{TEXT}\n{written('qwen', CALLS)}")
+    says(f"<think>\nHm.\n</think>\n{TEXT}\n{written('qwen', CALLS)}")
     with openai.OpenAI(base_url=f'{client.base_url}/v1', api_key='-', max_retries=0) as ours:
         how = dict(model='chat', instructions='Be brief.', tools=FLAT)
         first = ours.responses.create(input='Héllo', **how)
@@ -121,7 +131,7 @@ def test_the_openai_client_reads_texts_calls_and_streams_and_sends_them_back(say
         says('It is 0°.')
         user = dict(role='user', content=[dict(type='input_text', text='Héllo')])
         given = [user, *first.output, *[dict(type='function_call_output', call_id=item.call_id, output='0°')
-                                        for item in first.output[1:]]]
+                                        for item in first.output[2:]]]
         last = ours.responses.create(input=given, top_logprobs=2, **how)
     assert last.output_text == 'It is 0°.' and last.usage.input_tokens > first.usage.input_tokens
     scores = last.output[0].content[0].logprobs
@@ -129,10 +139,10 @@ def test_the_openai_client_reads_texts_calls_and_streams_and_sends_them_back(say
     assert len(scores[0].top_logprobs) == 2
 
     # a chat of the same messages has the same prompt
-    message = dict(role='assistant', content=TEXT, tool_calls=[
+    message = dict(role='assistant', content=TEXT, reasoning_content='Hm.', tool_calls=[
         dict(id=item.call_id, type='function', function=dict(name=item.name, arguments=item.arguments))
-        for item in first.output[1:]])
-    results = [dict(role='tool', tool_call_id=item.call_id, content='0°') for item in first.output[1:]]
+        for item in first.output[2:]])
+    results = [dict(role='tool', tool_call_id=item.call_id, content='0°') for item in first.output[2:]]
     tools = [dict(type='function', function={k: v for k, v in tool.items() if k != 'type'}) for tool in FLAT]
     system = dict(role='system', content='Be brief.')
     answer = client.post('/v1/chat/completions', json=dict(messages=[system, USER, message, *results], tools=tools))

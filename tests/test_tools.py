@@ -31,7 +31,9 @@ TOOLS = [dict(type='function', function=dict(name='get_weather', description='Of
          dict(type='function', function=dict(name='add', parameters=dict(
              type='object', properties=dict(a=dict(type='number'), b=dict(type='number')), required=['a', 'b'])))]
 TURNS = """\
-{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content is defined %}:{{ m.content }}{% endif %}\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}\
+{% if m.reasoning_content and messages[-1].role == 'tool' %}<think>
+{{ m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}{% if m.content is defined %}:{{ m.content }}{% endif %}\
 {% for call in m.tool_calls or [] %}{% set f = call.function %}\
 {{ '\\n<tool_call>\\n{"name": "' + f.name + '", "arguments": ' + f.arguments | tojson + '}\\n</tool_call>' }}\
 {% endfor %}{{ m.tool_call_id }}{{ '<|im_end|>\\n' }}{% endfor %}\
@@ -212,7 +214,7 @@ def saying():
     with ExitStack() as stack:
         @cache
         def started(name):
-            tokenizer, model = chat_tokenizer_with(TEMPLATES.get(name, CHAT)), toy_model(2048, 300)
+            tokenizer, model = chat_tokenizer_with(TEMPLATES.get(name, name)), toy_model(2048, 300)
             executor = Saying(model)
             client = stack.enter_context(chatting(model, tokenizer, executor, n_pages=1024))
             return client, lambda text: setattr(executor, 'says', [*tokenizer.encode(text), 2])
