@@ -12,6 +12,11 @@ def thinks(template):
     return CLOSES in template.source
 
 
+def opens_thoughts(prompt, token_bytes):
+    """Does a prompt, token ids, end with OPENS? token_bytes: those of each id."""
+    return b''.join(token_bytes[token] for token in prompt[-16:]).rstrip().endswith(OPENS.encode())
+
+
 class ThoughtReader:
     """
     Parts what a model writes into thoughts, which come first if there are any, and its answer. opened: does the prompt

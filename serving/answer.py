@@ -11,7 +11,7 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
-from chat.thoughts import ThoughtReader, thinks
+from chat.thoughts import ThoughtReader, opens_thoughts, thinks
 from chat.tools import MOST_CALLS, Call, Reader, form_of, takes_several_calls
 from serving.api import APIError, invalid
 from serving.constraints import DeadEnd
@@ -148,7 +148,7 @@ class ChatChoice(Choice):
         self.reader = form and Reader(form, body.callable_names, MOST_CALLS if several else 1)
         self.has_called, self.n_taken = False, 0
         parts = thinks(template) and body.reasoning_format not in ('none', 'raw')  # words of llama-server, and of Groq
-        self.thoughts = ThoughtReader(served.opens_thoughts(request.prompt)) if parts else None
+        self.thoughts = ThoughtReader(opens_thoughts(request.prompt, served.token_bytes)) if parts else None
 
     @property
     def n_thought(self):

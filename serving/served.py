@@ -6,7 +6,7 @@ from itertools import chain
 
 import orjson
 
-from chat.thoughts import CLOSES, OPENS
+from chat.thoughts import CLOSES, opens_thoughts
 from chat.tools import form_of, grammar, shows_tools, takes_several_calls
 from decode.draw import SETTING_NAMES
 from serving.api import APIError, invalid
@@ -60,11 +60,6 @@ class Served:
                 return compiled(kind, text, self.vocabulary)
             except ValueError as e:
                 raise invalid(name, f"{name}: {e}") from None
-
-    def opens_thoughts(self, prompt):
-        """Does the prompt of a chat, token ids, end where thoughts begin?"""
-        end = b''.join(self.token_bytes[token] for token in prompt[-16:]).rstrip()
-        return end.endswith(OPENS.encode())
 
     @cached_property
     def most_characters(self):
@@ -199,7 +194,7 @@ def requests_of(body, served, id, deliver):
                    for prompt in body.prompt]
     served.check_ids('prompt', chain(*prompts))
     constraint = served.constraint(forms_of(body, served) if is_chat else body.forms)
-    if constraint and is_chat and served.opens_thoughts(prompts[0]):
+    if constraint and is_chat and opens_thoughts(prompts[0], served.token_bytes):
         constraint = constraint.behind(CLOSES)
     seeds = [secrets.randbelow(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     shared = dict(

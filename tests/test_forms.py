@@ -17,11 +17,12 @@ needs(*SERVING, 'llguidance', 'regex', 'jsonschema')
 import jsonschema
 import numpy as np
 import regex
-from example_models import LLAMA, chat_tokenizer, gpt, sentencepiece_tokenizer
-from serving_process import chatting
+from example_models import CHAT, LLAMA, chat_tokenizer, gpt, sentencepiece_tokenizer
+from serving_process import chat_tokenizer_with, chatting
 from small_engine import LETTERS
 from test_chat_api import TOKENIZER, ask
 from test_sample import printed_by_script, server  # noqa: F401
+from toy_executor import Saying, toy_model
 
 import sample as script
 from chat.conversation import Conversation
@@ -384,6 +385,11 @@ def test_a_conversation_has_answers_of_a_form():
         assert conversation.n_drawn > 0
     conversation.how['constraint'] = compiled('regex', 'x', Vocabulary(TOKENIZER, 300))
     assert ''.join(conversation.answer('And?', 40)) == 'x' and conversation.n_drawn == 1 and engine.is_idle
+    model = toy_model(512, 300)
+    executor, tokenizer = Saying(model), chat_tokenizer_with(CHAT.replace('assistant\n', 'assistant\n<think>'))
+    executor.says = tokenizer.encode('Hm.</think>Hm.')  # and the form behind it
+    conversation = Conversation(Engine(model, executor), tokenizer, constraint=constraint)
+    assert re.fullmatch(r'Hm\.</think>[a-f]{2}( .*)?', ''.join(conversation.answer('Hi', 40)))
 
 
 def test_what_no_vocabulary_of_ours_can_write_ends_with_an_error():
