@@ -37,7 +37,6 @@ class LlamaCpp(Peer):
     name = 'llama.cpp'
     packages = {'llama_cpp': 'llama-cpp-python', 'gguf': 'gguf'}
     ways = {'float32': [{}], 'int8': [{}], 'int4': [{}]}
-    same_tokens = False
     model = context = log_callback = None
 
     def __init__(self, model, weights='float32', threads=1, kv='float16'):

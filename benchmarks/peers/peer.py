@@ -13,10 +13,9 @@ class Peer:
 
     packages: {module: the package to install for it}; `missing` says whether they are there. ways: {weights: list of
     keyword arguments}, the variants that the race tries for these weights, each with one thread and with all.
-    same_tokens: in float32 its arithmetic differs from ours by rounding only, so that its tokens should be ours.
     families: of the models that its adapter here builds; () is all. chooses_threads: it chooses their number itself.
     """
-    name, packages, ways, same_tokens, families, chooses_threads = '', {}, {'float32': [{}]}, True, (), False
+    name, packages, ways, families, chooses_threads = '', {}, {'float32': [{}]}, (), False
 
     @classmethod
     def missing(cls):

@@ -32,7 +32,6 @@ PREFILLS = {'S': (64,), 'M': (256,), 'L': (512, 1000)}        # and 512 of llama
 NEW_TOKENS = {'S': 122, 'M': 200}                             # within the window; and 50 of larger ones
 WARM_UP = 32       # tokens of a prompt that are fed before a timed run
 TRIALS = 3         # of each way to run an engine, the first of which warms up
-NEAR_TIE = 1e-4    # logits that differ by less than this are decided by rounding, in float32
 
 
 def check(asked):
@@ -64,7 +63,8 @@ def prefill(asked):
 def race(asked, name, B, T, n_new, engines):
     """
     Rows of all installed engines on B prompts of T tokens. Building and converting are not timed. over_others: ours
-    over the best of all others with the same weights.
+    over the best of all others with the same weights. same_tokens: how many tokens each text begins with that are those
+    of the first engine, our model in float32; of n_new, with rounded weights and by llama.cpp's GELU fewer.
     """
     model = model_of(name, asked.bias)
     if T + n_new - 1 > model.config.block_size:  # the last token is not fed
@@ -82,15 +82,11 @@ def race(asked, name, B, T, n_new, engines):
         # threads of the last engine may still spin, and its weights fill the cache: a warm-up
         cases.append(Case(labels, lambda engine: engine.generate(idx, n_new), lambda _, engine=engine: (
             engine.generate(idx[:, :WARM_UP], min(8, n_new)), engine)[1]))
-    rows, same_tokens = [], {kind.name: kind.same_tokens for kind in engines}
-    for m in take_turns(cases, asked.repeats, f'{name}: {B} x {T}'):
-        weights = m.case.labels['weights']
-        exact = same_tokens[m.case.labels['engine']] and weights == 'float32'
-        rows.append(m.row(seconds=m.seconds, tok_per_s=B * n_new / m.seconds, should_be_ours=exact,
-                          gb_per_s=model.get_num_params() * BYTES[weights] * n_new / m.seconds / 1e9,
-                          **compare(model, idx, m.results[-1])))
+    first, *_ = measured = take_turns(cases, asked.repeats, f'{name}: {B} x {T}')
+    rows = [m.row(seconds=m.seconds, tok_per_s=B * n_new / m.seconds,
+                  gb_per_s=model.get_num_params() * BYTES[m.case.labels['weights']] * n_new / m.seconds / 1e9,
+                  same_tokens=n_same(m.results[-1], first.results[-1])) for m in measured]
     for row in rows:
-        row['tokens'] = verdict(row)
         others = [other['tok_per_s'] for other in rows
                   if other['weights'] == row['weights'] and other['engine'] != Ours.name]
         if row['engine'] == Ours.name and others:
@@ -116,35 +112,12 @@ def fastest_way(kind, weights, model, idx, n_new):
     return min(tried, key=lambda each: each[0])[1:]
 
 
-def compare(model, prompts, tokens):
-    """
-    Are the (B, n) tokens that follow prompts (B, T) those of the model, computed without a cache?
-
-    first_difference: the first step, from 0, at which a row differs, or None. gap: how far the logit of its token is
-    below the best one. One pass over a whole row has the logits of all its steps, so nothing is generated again.
-    """
-    T, first, gap = prompts.size(1), None, None
-    for row in torch.cat([prompts, tokens], dim=1):
-        with torch.inference_mode():
-            logits = model(row[None, :-1], targets=row[None, 1:])[0][0, T - 1:]  # (n, vocab_size)
-        steps = (logits.argmax(dim=-1) != row[T:]).nonzero()
-        if len(steps) and (first is None or steps[0].item() < first):
-            first = steps[0].item()
-            gap = (logits[first].max() - logits[first, row[T + first]]).item()
-    return dict(compared=tokens.size(1), first_difference=first, gap=gap)
+def n_same(tokens, expected):
+    """How many tokens each row of two tensors (B, n) begins with that are the same: the least of all rows."""
+    return (tokens == expected).cumprod(dim=1).sum(dim=1).min().item()
 
 
-def verdict(row):
-    """Are the tokens of a row ours?"""
-    if row['first_difference'] is None:
-        return f"the same {row['compared']}"
-    if not row['should_be_ours']:
-        return f"the same {row['first_difference']}, then others"
-    where = f"at {row['first_difference']}, {row['gap']:.1e} below the best logit"
-    return f"near tie {where}" if abs(row['gap']) < NEAR_TIE else f"DIFFERENT {where}"
-
-
-ENGINE, JUDGED = 'engine weights tok_per_s ', ' gb_per_s how over_others tokens'
+ENGINE, JUDGED = 'engine weights tok_per_s ', ' gb_per_s how over_others same_tokens'
 PARTS = dict(
     decoding=Part(decoding, 36, "greedy tokens after a short prompt", 'shape batch ' + ENGINE + 'new_tokens' + JUDGED),
     prefill=Part(prefill, 16, "the first token after a long prompt", 'shape batch prompt seconds ' + ENGINE + JUDGED),
