@@ -12,8 +12,8 @@ How fast, measured here and now.
                                              install -r requirements-serve.txt; benchmarks/serve/servers.py builds
                                              llama-server)
     python bench.py --mode=gpu               the engine on a GPU, beside PyTorch's steps (make gpu)
-    python bench.py --mode=loss              what numbers in fewer bits cost a trained model, in nats
     python bench.py --mode=loss --init_from=HuggingFaceTB/SmolLM2-135M-Instruct --text=KV_CACHE.md,docs/TRAINING.md
+                                             what numbers in fewer bits cost a trained model, in nats
     python bench.py --mode=eval --init_from=out-chat --text=my.txt --choices=tasks.jsonl
                                              how good a model is: bits per byte, multiple choice
 
@@ -95,12 +95,11 @@ def check_settings():
     if (init_from or text) and mode not in ('peers', 'loss', 'eval') or choices and mode != 'eval':
         raise ValueError(f"init_from and text are for peers, loss and eval mode, choices for eval mode: leave them out "
                          f"in {mode} mode")
-    if mode == 'eval' and not (text or choices):
-        raise ValueError("eval mode needs files to evaluate a model on: give --text=FILE,... or --choices=FILE,...")
+    if mode in ('loss', 'eval') and not (text or choices):
+        raise ValueError(f"{mode} mode needs files to evaluate a model on: give --text=FILE,..."
+                         f"{' or --choices=FILE,...' * (mode == 'eval')}")
     if init_from and shape != 'auto':
         raise ValueError("init_from takes the place of the shapes: leave one of them out")
-    if mode == 'loss' and bool(init_from) != bool(text):
-        raise ValueError("a model of init_from predicts files of text, and needs both: --init_from=... --text=FILE,...")
     if shape != 'auto' and set(shape.split(',')) - set(known):
         raise ValueError(f"shape must be auto or any of {', '.join(known)} in {mode} mode, not {shape!r}")
     configurator.check_range(globals(), 1, math.inf, 'repeats', 'batch_size')

@@ -1,24 +1,17 @@
 """
 How well a trained model predicts a text when weights, or keys and values, have fewer bits: the cost in nats a token.
 
-The models are those of all out*/ckpt.pt, the text is the validation split of the data set that a model was trained on.
-Or they are given: `init_from` says a model, `text` the files.
 llama.cpp is compared with its own numbers, if it is installed and can have the model.
 """
-import os
-
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import checkpoint as checkpoints
-import model as gpt
 from benchmarks.harness import Part
 from benchmarks.ours import Ours, log_likelihoods
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.shapes import label, trained
 from tokenizer import read_text
-from training.batches import open_tokens
 
 CPU_ONLY = "losses are measured"
 MOST = 2**15  # tokens of the text
@@ -27,30 +20,12 @@ CASES = [  # (engine, weights, keys and values)
     *((LlamaCpp, weights, 'float32') for weights in LlamaCpp.ways)]
 
 
-def models_and_texts(asked):
-    """Yields (name, model, its text, int64 (N,)). Without a checkpoint the ValueError is that of a missing one."""
-    if asked.init_from:
-        model, tokenizer = trained(asked.init_from)
-        text = '\n'.join(read_text(path) for path in asked.text.split(','))
-        yield label(asked.init_from), model, torch.tensor(tokenizer.encode(text)[:MOST])
-        return
-    for path in checkpoints.newest_first() or ['out/ckpt.pt']:
-        checkpoint = checkpoints.load(path)
-        model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
-        if 'dataset' not in checkpoint.get('config', {}):
-            raise ValueError(f"{path} names no dataset: give --init_from={os.path.dirname(path)} and --text=FILE,...")
-        data_dir = 'data/' + checkpoint['config']['dataset']
-        text = open_tokens(data_dir, 'val', 0)[:MOST]
-        print(f"{path} on {data_dir}/val.bin, block_size {model.config.block_size}")
-        yield os.path.dirname(path), model, torch.from_numpy(text.astype('int64'))
-
-
 def bits(asked):
-    for name, model, text in models_and_texts(asked):
-        if len(text) <= 2 * (size := piece_size(model.config)):  # a standard error needs two pieces
-            print(f"not measured: {name} (the text has {len(text):,} tokens, and two pieces take {2 * size + 1:,})")
-            continue
-        yield [dict(model=name, **row) for row in compare_bits(model, text)]
+    model, tokenizer = trained(asked.init_from or 'resume')
+    text = torch.tensor(tokenizer.encode('\n'.join(map(read_text, asked.text.split(','))))[:MOST])
+    if len(text) <= 2 * (size := piece_size(model.config)):  # a standard error needs two pieces
+        raise ValueError(f"the text has {len(text):,} tokens, and two pieces take {2 * size + 1:,}: give a longer one")
+    yield [dict(model=label(asked.init_from), **row) for row in compare_bits(model, text)]
 
 
 def piece_size(config):

@@ -13,6 +13,7 @@ from benchmarks.generate import counted
 from benchmarks.harness import Case, Part, take_turns
 from benchmarks.shapes import model_with_varied_text
 from model import GPT, GPTConfig
+from tokenizer import CharTokenizer
 
 
 def bench(folder, *settings):
@@ -94,23 +95,24 @@ def test_train_mode_on_real_and_on_random_tokens(repo):
 
 
 def test_loss_mode(trained, tmp_path):
-    run(trained, 'bench.py', '--mode=loss', f'--json={tmp_path}/loss.json', code=0)
+    (tmp_path / 'my.txt').write_text('the text of a class ' * 20)
+    run(trained, 'bench.py', '--mode=loss', f'--text={tmp_path}/my.txt', f'--json={tmp_path}/loss.json', code=0)
     rows = json.loads((tmp_path / 'loss.json').read_text())['bits']['rows']
-    assert {row['model'] for row in rows} == {'out'}
     assert [(row['weights'], row['kv']) for row in rows if row['engine'] == 'ours'][:5] == [
         *((weights, 'float32') for weights in decode.WEIGHTS), ('float32', 'int8')]
     assert rows[0]['difference'] == 0 and all(abs(row['difference']) < 0.1 for row in rows)
 
 
-def test_loss_mode_needs_two_pieces_of_text(monkeypatch, capsys):
-    """A text that is too short is said, and other models are still measured."""
-    config = GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=1, n_embd=16)
-    monkeypatch.setattr(loss, 'models_and_texts', lambda asked: [
-        (name, GPT(config).eval(), torch.arange(n) % 9) for name, n in (('short', 16), ('long', 17))])
-    (row, *_), = loss.bits(None)
-    assert row['model'] == 'long' and row['tokens'] == 16
-    said, *_ = capsys.readouterr().out.splitlines()
-    assert said == "not measured: short (the text has 16 tokens, and two pieces take 17)"
+def test_loss_mode_needs_two_pieces_of_text(monkeypatch, tmp_path):
+    tokenizer, config = CharTokenizer('abc'), GPTConfig(block_size=8, vocab_size=9, n_layer=1, n_head=1, n_embd=16)
+    monkeypatch.setattr(loss, 'trained', lambda init_from: (GPT(config).eval(), tokenizer))
+    asked = SimpleNamespace(init_from='out', text=f'{tmp_path}/a.txt')
+    (tmp_path / 'a.txt').write_text('abca' * 4)
+    with pytest.raises(ValueError, match='the text has 16 tokens, and two pieces take 17'):
+        next(loss.bits(asked))
+    (tmp_path / 'a.txt').write_text('abca' * 4 + 'b')
+    row, *_ = next(loss.bits(asked))
+    assert row['model'] == 'out' and row['tokens'] == 16
 
 
 def test_gpu_mode_with_the_same_step_in_pytorch_on_a_cpu(monkeypatch):

@@ -126,15 +126,17 @@ def test_loss_of_fewer_bits():
     assert all(row['difference'] for row in rows[1:]), "each of them rounds"
 
 
-def test_a_trained_model_takes_the_place_of_shapes(tmp_path):
+def test_a_trained_model_takes_the_place_of_shapes(tmp_path, monkeypatch):
     """Its weights and its tokens of the given text; rows call it by its folder."""
     model, text = tiny(), 'bcd\nxyz' * 9
     to_huggingface(model, str(tmp_path / 'own'), CharTokenizer([*sorted({*text}), *map(chr, range(200, 200 + 43))]))
     (tmp_path / 'a.txt').write_text(text[:5])
     (tmp_path / 'b.txt').write_text(text[5:])
     asked = SimpleNamespace(init_from=str(tmp_path / 'own'), text=f"{tmp_path / 'a.txt'},{tmp_path / 'b.txt'}")
-    (name, same, tokens), = loss.models_and_texts(asked)
-    assert name == 'own' and label(asked.init_from) == 'own' and label('S') == 'S'
+    monkeypatch.setattr(loss, 'compare_bits', lambda model, tokens: [dict(found=(model, tokens))])
+    (row,), = loss.bits(asked)
+    assert row['model'] == 'own' and label(asked.init_from) == 'own' and label('S') == 'S'
+    same, tokens = row['found']
     joined = text[:5] + '\n' + text[5:]
     assert [sorted({*text})[token] for token in tokens.tolist()] == [*joined]
     for each in model_of(asked.init_from, False), same:
