@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import time
-from functools import partial
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -86,15 +85,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self):
         super().on_headers_complete()
         self.n_head = None
-        if self.scope['http_version'] == '1.0':
-            self.cycle.send = partial(send_unchunked, self.cycle, self.cycle.send)
 
     def on_message_complete(self):
         super().on_message_complete()
         self.n_head = 0
-
-
-async def send_unchunked(cycle, send, message):
-    """`send` for HTTP/1.0, which has no chunks: an answer of unknown length ends with the connection."""
-    cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get('body', b''))
-    await send(message)

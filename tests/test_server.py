@@ -404,21 +404,6 @@ def read_all(connection, pause=0):
     return response.status, data
 
 
-@pytest.mark.parametrize('stream', [True, False])
-def test_an_answer_in_http_1_0_has_no_chunks(engine, stream):
-    """The connection ends it."""
-    with serving(engine) as client:
-        with connected(client, heads(dict(prompt='a', max_tokens=5, stream=stream), '1.0')) as connection:
-            status, answer = read_all(connection)
-        if stream:
-            texts = [chunk['choices'][0]['text'] for chunk in events(answer)[:-1]]
-            assert status == 200 and ''.join(texts) == spelled('a', 5)
-        else:
-            assert status == 200 and json.loads(answer)['choices'][0]['text'] == spelled('a', 5)
-        with connected(client, heads(dict(prompt='a', stream=True), '1.0')) as connection:
-            assert b'chunked' not in connection.recv(1000).lower()
-
-
 def test_connections_that_wait_are_closed(engine, monkeypatch):
     """Idle ones, half of a head, half of a body: none of them keeps its place. A stream is not cut, however slow."""
     for name in ('HEAD', 'BODY', 'IDLE'):
