@@ -273,15 +273,3 @@ def test_a_run_goes_on_without_a_log_that_cannot_be_written_and_stops_without_st
         log.say('a')
         log.say('b')
     assert log.stop.asked and capsys.readouterr().err.endswith('b\n')
-
-
-def test_slow_iterations_are_said_once_on_stderr(capsys):
-    """Five in a row, as beside another program; one that takes long, as a sleeping laptop has it, is passed over."""
-    log = Log(None)
-    for dt in [0.04, 0.03, 1.0, *[0.03] * 5, *[0.14] * 9, *[0.2, 0.2, 0.2, 0.2, 0.03]]:
-        log.say_if_slow(dt)
-    assert not capsys.readouterr().err
-    for dt in [1.7] * 20 + [0.03] + [1.7] * 20:
-        log.say_if_slow(dt)
-    said, = capsys.readouterr().err.splitlines()
-    assert 'takes 1,700 ms now and took 30 before' in said and 'OMP_NUM_THREADS' in said

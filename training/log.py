@@ -42,7 +42,6 @@ class Log:
         self.file = self.wandb = None
         self.bar = tqdm(disable=True)
         self.mfu = -1.0  # a running average
-        self.shortest, self.n_slow = math.inf, 0  # seconds of an iteration; how many of the last ones were slow
 
     def open_files(self, out_dir, iter_num, max_iters, beside=False):
         """
@@ -118,7 +117,6 @@ class Log:
         if mfu is not None:
             self.mfu = mfu if self.mfu < 0 else 0.9 * self.mfu + 0.1 * mfu
         ms = dt * 1e3
-        self.say_if_slow(dt)
         self.row(iter=iter_num, lr=lr, batch_loss=loss, ms_per_iter=ms, tokens_per_s=tokens_per_s, mfu=self.mfu)
         rate = f"{tokens_per_s:,.0f} tok/s" + (f", mfu {self.mfu:.1%}" if self.mfu >= 0 else "")
         if self.bar.disable:
@@ -126,16 +124,6 @@ class Log:
         else:
             self.bar.set_postfix_str(f"loss {loss:.3f}, {rate}", refresh=False)
         self.start_clock(iter_num + 1)
-
-    def say_if_slow(self, dt):
-        """Say so on stderr, once, when five rows of the log have taken five times the shortest one, in seconds."""
-        self.shortest, before = min(self.shortest, dt), self.n_slow
-        self.n_slow = before if before == 5 else before + 1 if dt > 5 * self.shortest else 0
-        if self.n_slow > before == 4:
-            with tqdm.external_write_mode():
-                print(f"an iteration takes {dt * 1e3:,.0f} ms now and took {self.shortest * 1e3:,.0f} before: other "
-                      "programs may need the machine; on a CPU fewer threads (OMP_NUM_THREADS=1) need them less",
-                      file=sys.stderr, flush=True)
 
     def row(self, **values):
         """Add a row to log.csv. values: of some of COLUMNS. A run whose log.csv cannot be written goes on without."""
