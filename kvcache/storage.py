@@ -147,7 +147,6 @@ class Layer:
 
     def __init__(self, n_slots, n_kv_head, head_dim, type_k='float32', type_v='float32', device='cpu', scratch=None):
         self.n_slots, self.n_kv_head, self.head_dim, self.scratch = n_slots, n_kv_head, head_dim, scratch or Scratch()
-        self.viewed = None, ()  # what `views` was asked for last, and those
         self.k = SlotArray(n_slots, n_kv_head, head_dim, type_k, device)
         self.v = SlotArray(n_slots, n_kv_head, head_dim, type_v, device)
 
@@ -176,13 +175,9 @@ class Layer:
 
     def views(self, first, stride, S, K):
         """The floats in slots first + i * stride + j for i < S and j < K: views (S, n_kv_head, K, head_dim)."""
-        asked, views = self.viewed
-        if asked != (first, stride, S, K):
-            strides = stride * self.head_dim, self.n_slots * self.head_dim, self.head_dim, 1
-            shape, at = (S, self.n_kv_head, K, self.head_dim), first * self.head_dim
-            views = [t.as_strided(shape, strides, t.storage_offset() + at) for t in (self.k.data, self.v.data)]
-            self.viewed = (first, stride, S, K), views
-        return views
+        strides = stride * self.head_dim, self.n_slots * self.head_dim, self.head_dim, 1
+        shape, at = (S, self.n_kv_head, K, self.head_dim), first * self.head_dim
+        return [t.as_strided(shape, strides, t.storage_offset() + at) for t in (self.k.data, self.v.data)]
 
     def copy(self, source, target, n):
         """Copy n slots from slot `source` on to those from slot `target` on, in their stored form."""
