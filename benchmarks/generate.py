@@ -30,16 +30,13 @@ def lengths(asked):
     """
     A row for each shape, number of samples, number of new tokens and way. speedup: over no cache. same_tokens: are they
     those without a cache? None for when_full='shift', which is left out where the context does not fill up.
-    cache_bytes: of one sequence.
     """
     for name, B in product(asked.shapes or ['S' if asked.device == 'cpu' else 'L'], asked.batches or [1]):
         model = model_of(name, asked.bias).to(asked.device)
         of, size = ways(model, B), model.config.block_size
-        with autocast(asked.device, asked.dtype):
-            cache_bytes = sum(t.nbytes for layer in model.empty_cache(1) for t in layer[:2])
         for n in asked.lengths or LENGTHS:
             labels = dict(shape=name, samples=B, new_tokens=n, block_size=size, dtype=asked.dtype,
-                          counted=counted(n, size), cache_bytes=cache_bytes)
+                          counted=counted(n, size))
             first, *_ = measured = take_turns(
                 [Case(labels | dict(way=way), timed(draw, n, asked), per=B * n) for way, draw in of.items()
                  if way != 'shift' or PROMPT + n > size], asked.repeats, f'{name}: {B} x {n}')

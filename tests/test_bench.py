@@ -83,7 +83,7 @@ def test_generate_mode_is_the_default(repo):
         *((3, way) for way in ways), *((130, way) for way in [*ways, 'shift'])]
     assert {row['same_tokens'] for row in rows if row['way'] != 'shift'} == {True}
     assert {row['samples'] for row in rows} == {2} and rows[0]['speedup'] == 1
-    assert rows[0]['cache_bytes'] == 4 * 2 * 128 * 128 * 4 and all(len(row['runs_s']) == 1 for row in rows)
+    assert all(len(row['runs_s']) == 1 for row in rows)
     assert set(os.listdir(repo)) - before == {'b.json'}
 
 
