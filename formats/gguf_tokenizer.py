@@ -51,12 +51,12 @@ def gguf_tokenizer(fields):
         raise ValueError(f"its tokenizer.ggml.tokens must be texts of at most {LONGEST:,} characters, each with a type")
     if kind == 'rwkv':
         chars = [text if not text.isascii() else text.encode().decode('unicode_escape')
-                 for text, type in zip(tokens, types) if type != UNUSED]
+                 for text, token_type in zip(tokens, types) if token_type != UNUSED]
         if any(len(char) != 1 for char in chars):
             raise ValueError("its tokens, of the kind 'rwkv', must be single characters")
         return {'kind': 'char', 'chars': ''.join(chars)}
-    types = [CONTROL if text in END_TEXTS else type for text, type in zip(tokens, types)]
-    vocab = {text: i for i, (text, type) in enumerate(zip(tokens, types)) if type != UNUSED}
+    types = [CONTROL if text in END_TEXTS else token_type for text, token_type in zip(tokens, types)]
+    vocab = {text: i for i, (text, token_type) in enumerate(zip(tokens, types)) if token_type != UNUSED}
     if kind == 'llama':
         given = LLAMA2_IDS | given
     known = {key: i for key, i in given.items() if type(i) is int and i in range(len(tokens))}

@@ -4,8 +4,6 @@ import json
 from formats.gguf_tokenizer import FLAGS, TO_HF, rule_of
 from tokenizer import END_OF_TEXT, ROLES, CharTokenizer, JSONTokenizer, byte_level_alphabet
 
-PAD = '<|pad|>'
-
 
 def check_vocabulary(model, tokenizer):
     """ValueError if a tokenizer, or None, has more tokens than the model, other than those that were added to it."""
@@ -30,20 +28,16 @@ def huggingface_tokenizer(tokenizer):
         template = dict(chat_template=tokenizer.chat_template.source) if tokenizer.chat_template else {}
         return json.loads(tokenizer.json), dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
     if isinstance(tokenizer, CharTokenizer):
-        # Each character is a word. The model has no rows for more tokens. So PAD, which fills up a batch, is a second
-        # name of a character's id (the last name of an id is its text), and no row draws <|endoftext|>.
-        first = '\n' if '\n' in tokenizer.ids else tokenizer.chars[0]
-        vocab = tokenizer.ids | {PAD: tokenizer.ids[first], END_OF_TEXT: tokenizer.vocab_size}
-        added = [dict(id=vocab[text], content=text, special=text != first, **FLAGS)
-                 for text in (END_OF_TEXT, PAD, first)]
+        # Each character is a word. The model has no rows for more tokens: no row draws <|endoftext|>, and no token
+        # fills up a batch (a second name of a character's id would be lost, or take its place, in copies)
         return dict(
-            version='1.0', normalizer=None, post_processor=None, added_tokens=added,
+            version='1.0', normalizer=None, post_processor=None,
+            added_tokens=[dict(id=tokenizer.vocab_size, content=END_OF_TEXT, special=True, **FLAGS)],
             pre_tokenizer=dict(type='Split', pattern=dict(Regex=r'[\s\S]'), behavior='Isolated', invert=False),
             decoder=dict(type='Fuse'),
-            model=dict(type='WordLevel', vocab=vocab, unk_token=tokenizer.chars[stand_in(tokenizer)]),
-        ), dict(tokenizer_class='PreTrainedTokenizerFast', bos_token=PAD, pad_token=PAD, eos_token=END_OF_TEXT,
-                padding_side='left', added_tokens_decoder={i: {name: token[name] for name in token if name != 'id'}
-                                                           for i, token in enumerate(added)})
+            model=dict(type='WordLevel', vocab=tokenizer.ids | {END_OF_TEXT: tokenizer.vocab_size},
+                       unk_token=tokenizer.chars[stand_in(tokenizer)]),
+        ), dict(tokenizer_class='PreTrainedTokenizerFast', eos_token=END_OF_TEXT, padding_side='left')
     tokens, merges = byte_pairs(tokenizer.bpe)
     end = tokens[tokenizer.end_of_text]
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=True)

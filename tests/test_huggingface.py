@@ -1,4 +1,5 @@
 """formats/huggingface.py, against those who read what it writes: transformers and its tokenizers."""
+import copy
 import json
 import os
 
@@ -106,7 +107,7 @@ def test_characters_in_hugging_faces_tokenizer(tmp_path):
     unknown = theirs('žlo\t日')['input_ids']
     assert unknown == ours.encode(' lo\t日') and theirs.decode(unknown, skip_special_tokens=True) == ' lo\t日'
     # characters are none of them: they are left out of a decoded text
-    assert set(theirs.all_special_tokens) == {'<|pad|>', '<|endoftext|>'}
+    assert set(theirs.all_special_tokens) == {'<|endoftext|>'}
     assert tokenizers.from_state(tokenizers.state_of_dataset(tmp_path / 'hf')).chars == ours.chars
     # where there is no space, it becomes the first character
     formats.to_huggingface(gpt(**HARD | dict(vocab_size=3)), tmp_path / 'hf', CharTokenizer('abc'))
@@ -125,25 +126,27 @@ def test_a_qwen2_says_how_another_tokenizer_is_loaded(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('config', [EASY, LLAMA])
-def test_batches_of_characters(tmp_path, config):
-    """A batch is filled up, from the left, with an id that the model has, and each answer is as the one alone."""
+def test_copies_and_batches_of_characters(tmp_path, config):
+    """
+    A tokenizer that was copied or saved has the same ids. With a character that fills up a batch, from the left, each
+    answer is as the one alone.
+    """
     ours = CharTokenizer.of_text('\n !<|end>abcdefox€')
     formats.to_huggingface(gpt(**config | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
-    batch, n = theirs(['a', 'b\n'], padding=True), ours.vocab_size
-    assert batch['attention_mask'] == [[0, 1], [1, 1]] and [ids[-1] for ids in batch['input_ids']] == [
-        *ours.encode('a'), *ours.encode('\n')]
-    assert max(map(max, batch['input_ids'])) < n and theirs.pad_token_id < n
-    # lm-eval needs these: what a text begins with where it has no context, and a text that ends one
-    assert theirs.bos_token_id < n and theirs.decode(theirs.eos_token_id) == '<|endoftext|>'
-    assert theirs.decode(range(n), skip_special_tokens=True) == ''.join(ours.chars)
+    theirs.save_pretrained(tmp_path / 'saved')
+    for same in theirs, copy.deepcopy(theirs), transformers.AutoTokenizer.from_pretrained(tmp_path / 'saved'):
+        assert same(''.join(ours.chars))['input_ids'] == [*range(ours.vocab_size)]
+        assert same.decode(range(ours.vocab_size), skip_special_tokens=True) == ''.join(ours.chars)
+        assert same.decode(same.eos_token_id) == '<|endoftext|>'
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf')
     pipeline, how = transformers.pipeline('text-generation', model=model, tokenizer=theirs), dict(
         max_new_tokens=12, do_sample=False)
     texts = ['a\n b', 'foo!\n\nbad', 'x']
     alone = [pipeline([text], **how)[0] for text in texts]
-    assert pipeline(texts, batch_size=2, **how) == alone
     assert all(len(answer[0]['generated_text']) == len(text) + 12 for answer, text in zip(alone, texts))
+    theirs.pad_token = '€'  # which is in no answer, as it is then left out
+    assert pipeline(texts, batch_size=2, **how) == alone
 
 
 @pytest.mark.parametrize('ids', [dict(bos_token_id=0, eos_token_id=0), dict(bos_token_id=None, eos_token_id=None)])

@@ -5,6 +5,7 @@ functions stay short.
 decode/, kvcache/ and training/ are handed a model, and import neither it nor anything above it.
 """
 import ast
+import builtins
 import glob
 import os
 import sys
@@ -124,3 +125,23 @@ def test_functions_and_the_model_are_short():
                 n_lines = node.end_lineno - node.lineno + 1
                 most, *_ = LONGER_FUNCTIONS.get((path, node.name), (FUNCTION_LINES,))
                 assert n_lines <= most, f"{path}: {node.name} has {n_lines} lines"
+
+
+def free_names(node, bound=frozenset()):
+    """The names that are read in a node of a syntax tree, but for those that a comprehension around them binds."""
+    if comprehensions := getattr(node, 'generators', ()):
+        bound |= {name.id for each in comprehensions for name in ast.walk(each.target) if isinstance(name, ast.Name)}
+    if isinstance(node, ast.Name) and node.id not in bound:
+        yield node.id
+    for child in ast.iter_child_nodes(node):
+        yield from free_names(child, bound)
+
+
+def test_no_comprehension_binds_a_builtin_that_its_function_reads_elsewhere():
+    """Python 3.12.0 to 3.12.3 would take the one for the other: https://github.com/python/cpython/issues/118513."""
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef):
+                bound = {name.id for part in ast.walk(node) for each in getattr(part, 'generators', ())
+                         for name in ast.walk(each.target) if isinstance(name, ast.Name)}
+                assert not bound & {*dir(builtins)} & {*free_names(node)}, f'{path}: {node.name}'
