@@ -25,6 +25,7 @@ import textwrap
 import tokenize
 import types
 from contextlib import suppress
+from functools import partial
 
 from tokenizer import read_text
 
@@ -47,6 +48,7 @@ def run(main):
     for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
         if getattr(sys, name) is None:  # it was closed, as under some service managers
             setattr(sys, name, open(os.devnull, mode))
+    ignore_write_errors(sys.stderr)
     with suppress(AttributeError, OSError):  # where it is another object, or a file of another kind
         sys.stdout.reconfigure(errors='replace')  # characters that its encoding lacks become ?
     namespace = main.__globals__
@@ -73,6 +75,10 @@ def what_a_user_can_cause(e):
     out_of_memory = 'out of memory' in text.lower() or "can't allocate memory" in text.lower()
     if isinstance(e, MemoryError) or isinstance(e, RuntimeError) and out_of_memory:
         return "out of memory: try a smaller batch_size, block_size or model"
+    if isinstance(e, RuntimeError) and "can't start new thread" in text:
+        return "no more threads can be started here: allow more processes (ulimit -u, --pids-limit of docker)"
+    if isinstance(e, OSError) and 'No usable temporary directory' in text:
+        return "there is no folder for temporary files: set TMPDIR to one that can be written"
     if isinstance(e, OSError) and e.filename and e.strerror and not e.filename2:
         return f"{e.filename}: {e.strerror}"
     return text if isinstance(e, (ValueError, OSError)) else None
@@ -81,6 +87,14 @@ def what_a_user_can_cause(e):
 def rank():
     """The number of this process among those that torchrun started, or 0 if torchrun did not start it."""
     return int(os.environ.get('RANK', 0))
+
+
+def ignore_write_errors(stream):
+    """From now on, writing to this stream raises nothing when its reader has ended or its disk is full."""
+    def lossy(method, *args):
+        with suppress(OSError, ValueError):
+            return method(*args)
+    stream.write, stream.flush = partial(lossy, stream.write), partial(lossy, stream.flush)
 
 
 def silence(stream):

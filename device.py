@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -236,11 +236,13 @@ def share_cores(seconds=0.5):
             needed = free < n_threads - 0.25
             if needed and not released:
                 released = threading.Event()
-                threading.Thread(target=hold, args=[released], daemon=True).start()
+                with suppress(RuntimeError):  # no more threads are allowed
+                    threading.Thread(target=hold, args=[released], daemon=True).start()
             elif released and not needed:
                 released.set()  # the thread ends, and those of its own with it
                 released = None
-    threading.Thread(target=watch, daemon=True).start()
+    with suppress(RuntimeError):
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def used_by_others(cores):

@@ -9,6 +9,7 @@ starcoder2 for rope, mpt for alibi; and the families of Llama's kind.
 What was written and how to serve it goes to stderr.
 """
 import os
+import shlex
 import sys
 
 import configurator  # before torch: it says so in one line where torch is missing
@@ -36,12 +37,12 @@ def main(config):
     if to == 'hf':
         family = to_huggingface(model, target, tokenizer)
         print(f"{target}, a {family}: {', '.join(sorted(os.listdir(target)))}", file=sys.stderr)
-        print(f"serve it with: vllm serve {target}", file=sys.stderr)
+        print(f"serve it with: vllm serve {shlex.quote(target)}", file=sys.stderr)
     else:
         kind = to_gguf(model, target, type, tokenizer)
         print(f"{target}: {os.path.getsize(target) / 1e6:.1f} MB, {type}, tokenizer {kind}", file=sys.stderr)
         print("llama.cpp differs in GELU, windows, long texts and new characters: see docs/SERVING.md", file=sys.stderr)
-        print(f"serve it with: llama-server -m {target}", file=sys.stderr)
+        print(f"serve it with: llama-server -m {shlex.quote(target)}", file=sys.stderr)
 
 
 if __name__ == '__main__':

@@ -59,7 +59,8 @@ def main(config):
                                     "run `make serve`, or `pip install -r requirements-serve.txt`")
     from serving.server import Service, read_key, run  # after the settings: torch's import takes seconds
     key = read_key(api_key if 'api_key' in config.given else None)
-    run(Service(load, key, cors_origin, f'{allowed_hosts},{host}'), host, port, drain)
+    address = host.strip().removeprefix('[').removesuffix(']')  # [::1] is how addresses of IPv6 stand in URLs
+    run(Service(load, key, cors_origin, f'{allowed_hosts},{address}'), address, port, drain)
 
 
 def load():

@@ -64,6 +64,8 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
         state_dict = state_dict_of(model, files, dtype, lazy)
         model.load_state_dict(state_dict, assign=True)
     except (ValueError, RuntimeError) as e:  # RuntimeError of torch, where shapes do not fit
+        if "can't allocate memory" in str(e) or "can't start new thread" in str(e):
+            raise
         raise ValueError(f"the weights do not fit {files.where}: {' '.join(str(e).split())[:300]}") from e
     for name, w in state_dict.items():
         if w.is_meta:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 
 import uvicorn
@@ -438,14 +438,6 @@ def say_what_is_served(served, address):
           f"ready in {time.monotonic() - BEGAN:.1f} s", file=sys.stderr)
 
 
-def ignore_write_errors(stream):
-    """From now on, writing to this stream raises nothing when its reader has ended: that output is lost."""
-    def lossy(method, *args):
-        with suppress(OSError, ValueError):
-            return method(*args)
-    stream.write, stream.flush = partial(lossy, stream.write), partial(lossy, stream.flush)
-
-
 def read_key(given=None):
     """The key that is given, or API_KEY in the environment; FILE:path is read. A ValueError does not show the key."""
     key = named = os.environ.get('API_KEY', '') if given is None else given
@@ -476,7 +468,6 @@ def listen(host, port):
 
 def run(service, host, port, drain_seconds):
     """Serve until a signal comes. OSError without the port; what loading raised; SystemExit if the engine has ended."""
-    ignore_write_errors(sys.stderr)
     listener = listen(host, port)
     name = f'[{host}]' if ':' in host else host
     address = f'http://{name}:{listener.getsockname()[1]}/'

@@ -144,6 +144,13 @@ def test_what_numbas_executor_does_not_run_it_refuses_and_pytorchs_calls(change,
         torch.testing.assert_close(logits_of(executor), by_model(model), atol=1e-5, rtol=1e-5)
 
 
+def test_where_numba_must_not_compile_pytorch_decodes(monkeypatch, capsys):
+    monkeypatch.setattr('numba.config.DISABLE_JIT', True)
+    assert decode.best(tiny(), 1).name == 'PyTorch, eager' and 'NUMBA_DISABLE_JIT is set' in capsys.readouterr().err
+    with pytest.raises(ValueError, match='NUMBA_DISABLE_JIT'):
+        decode.best(tiny(), 1, name='cpu')
+
+
 @pytest.mark.parametrize('change', ['another class', 'a hook on the model'])
 @torch.no_grad()
 def test_a_forward_of_its_own_is_run_without_a_cache(change):

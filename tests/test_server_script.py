@@ -48,7 +48,7 @@ def test_serves_the_newest_run(trained):
     assert text == tokenizer.decode(tokens)
     tokens, = Engine(model).generate([tokenizer.encode('for')], 13, seed=7, temperature=0.8, top_k=20)
     assert drawn == tokenizer.decode(tokens)
-    with started(trained, 'serve.py', *SMALL, '--host=0.0.0.0', '--kv_bits=8') as (_, lines, address):
+    with started(trained, 'serve.py', *SMALL, '--host=[0.0.0.0]', '--kv_bits=8') as (_, lines, address):
         assert 'there is no API key: whoever reaches this address can use the server' in ''.join(lines)
         choice, = httpx.post(f'{address}v1/completions', json=body | dict(prompt=text, max_tokens=0)).json()['choices']
     rounded = choice['logprobs']['token_logprobs'][1:]

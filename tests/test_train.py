@@ -237,10 +237,15 @@ def test_a_compiled_training_step_is_the_step(kind, backend):
         assert torch.allclose(p, q, atol=1e-3), name  # AdamW's first step divides each gradient by itself
 
 
-def test_the_curves_are_a_picture(trained, tmp_path):
+def test_the_curves_are_a_picture(trained, tmp_path, monkeypatch, capsys):
+    """A run goes on without matplotlib, and where that finds no folder to write to."""
     shutil.copy(trained / 'out' / 'log.csv', tmp_path)
     log = Log(None)
     log.open_files(str(tmp_path), 20, 20)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, 'matplotlib.figure', None)
+        log.save_picture(last=True)
+    assert 'the run goes on without it' in capsys.readouterr().out and not (tmp_path / 'loss.png').exists()
     log.save_picture(last=True)
     log.close()
     picture = (tmp_path / 'loss.png').read_bytes()

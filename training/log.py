@@ -146,14 +146,14 @@ class Log:
         if self.file is None or self.file.name != self.path or not last and time.monotonic() - self.drawn < 60:
             return
         self.drawn = time.monotonic()
-        from matplotlib.figure import Figure  # half a second: only where a picture is drawn
-        fig = Figure(figsize=(7, 4), layout='constrained')
-        ax = fig.subplots()
-        ax.set(xlabel='iteration', ylabel='loss, nats per token')
-        ax.grid(alpha=0.3)
         styles = dict(batch_loss=dict(color='0.8', lw=1), train_loss=dict(color='C0', marker='.'),
                       val_loss=dict(color='C1', marker='.'))
         try:
+            from matplotlib.figure import Figure  # half a second: only where a picture is drawn
+            fig = Figure(figsize=(7, 4), layout='constrained')
+            ax = fig.subplots()
+            ax.set(xlabel='iteration', ylabel='loss, nats per token')
+            ax.grid(alpha=0.3)
             for column, style in styles.items():
                 with open(self.file.name, newline='') as f:
                     points = [(int(row['iter']), float(row[column])) for row in csv.DictReader(f) if row.get(column)]
@@ -163,6 +163,6 @@ class Log:
             ax.legend()
             with replacing(self.path.replace('log.csv', 'loss.png')) as f:
                 fig.savefig(f, format='png', dpi=110)
-        except (OSError, ValueError, TypeError, csv.Error) as e:  # others may have written to log.csv
-            why = e.strerror if isinstance(e, OSError) else e
+        except (OSError, ImportError, ValueError, TypeError, csv.Error) as e:  # others may have written to log.csv
+            why = getattr(e, 'strerror', None) or e
             self.say(f"loss.png cannot be written ({why}), and the run goes on without it")
