@@ -12,7 +12,8 @@ REAL := data/real/SmolLM2-135M-Instruct.Q4_1.gguf
 .PHONY: demo serve test test-all real gpu arm lint clean
 
 .venv/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info < (3, 15) else "it needs Python 3.10 to 3.14, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info < (3, 15) else \
+	    "it needs Python 3.10 to 3.14, and this is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 
 .venv/run.stamp: requirements.txt | .venv/bin/python

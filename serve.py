@@ -53,14 +53,14 @@ def main(config):
     configurator.check_range(config, 0.01, 0.99, 'kv_memory')
     if kv_bits not in (0, 8):
         raise ValueError(f"kv_bits must be 0 or 8, not {kv_bits!r}")
-    if not host.strip():
+    host_name = host.strip().removeprefix('[').removesuffix(']')  # in URLs [::1] stands for ::1
+    if not host_name:
         raise ValueError("host must be an address to listen at, such as 127.0.0.1, or 0.0.0.0 for all, not empty")
     configurator.check_installation(configurator.OF_SERVER,
                                     "run `make serve`, or `pip install -r requirements-serve.txt`")
     from serving.server import Service, read_key, run  # after the settings: torch's import takes seconds
     key = read_key(api_key if 'api_key' in config.given else None)
-    address = host.strip().removeprefix('[').removesuffix(']')  # [::1] is how addresses of IPv6 stand in URLs
-    run(Service(load, key, cors_origin, f'{allowed_hosts},{address}'), address, port, drain)
+    run(Service(load, key, cors_origin, f'{allowed_hosts},{host_name}'), host_name, port, drain)
 
 
 def load():

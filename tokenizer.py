@@ -159,7 +159,8 @@ class JSONTokenizer(Tokenizer):
         self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
         self.ends = super().end_tokens if end_tokens is None else tuple(end_tokens)
         self.added_ids = frozenset(added := self.library.get_added_tokens_decoder())
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        tags = '<think>', '</think>'  # by which thoughts are found in a text, see chat/thoughts.py
+        self.special_ids = frozenset(i for i, token in added.items() if token.special and token.content not in tags)
         if chat_template is not None:
             self.chat_template = ChatTemplate(chat_template, self.special_tokens)
 

@@ -21,12 +21,11 @@ CASES = [  # (engine, weights, keys and values)
 
 
 def bits(asked):
-    name = asked.init_from or 'resume'  # the newest run
-    model, tokenizer = trained(name)
+    model, tokenizer = trained(asked.init_from or 'resume')
     text = torch.tensor(tokenizer.encode('\n'.join(map(read_text, asked.text.split(','))))[:MOST])
     if len(text) <= 2 * (size := piece_size(model.config)):  # a standard error needs two pieces
         raise ValueError(f"the text has {len(text):,} tokens, and two pieces take {2 * size + 1:,}: give a longer one")
-    yield [dict(model=label(name), **row) for row in compare_bits(model, text)]
+    yield [dict(model=label(asked.init_from), **row) for row in compare_bits(model, text)]
 
 
 def piece_size(config):

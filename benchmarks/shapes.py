@@ -45,7 +45,8 @@ def trained(init_from):
 
 
 def label(name):
-    """What rows call a shape, or the model of a path."""
+    """What rows call a shape, or the model of a path; '' is the newest run."""
+    name = name or os.path.dirname(checkpoint.newest_first()[0])
     return name if name in SHAPES else os.path.basename(name.rstrip('/'))
 
 

@@ -56,7 +56,7 @@ class Conversation:
             raise ValueError(f"the conversation has {len(prompt):,} tokens, and the model's context {most:,}: begin a "
                              "new one (/clear), or say less")
         room, stop_ids, how = most - len(prompt) + 1, self.tokenizer.end_tokens, dict(self.how)
-        if how.get('constraint') and opens_thoughts(prompt, self.token_bytes):
+        if how.get('constraint') and opens_thoughts(prompt, self.tokenizer.token_bytes):
             how['constraint'] = how['constraint'].behind(CLOSES)
         sequence, = self.engine.add(prompt, min(max_new_tokens, room), seed=self.seed + self.n_answers,
                                     stop_ids=stop_ids, **how)

@@ -11,7 +11,7 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
-from chat.thoughts import ThoughtReader, opens_thoughts, thinks
+from chat.thoughts import Thought, ThoughtReader, opens_thoughts, thinks
 from chat.tools import MOST_CALLS, Call, Reader, form_of, takes_several_calls
 from serving.api import APIError, invalid
 from serving.constraints import DeadEnd
@@ -133,10 +133,6 @@ class TextChoice(Choice):
                 'text_offset': offsets}
 
 
-class Thought(str):
-    """A piece of what a model thinks."""
-
-
 class ChatChoice(Choice):
     """A sample of a conversation: a message of the assistant. n_thought: how many of its tokens are thoughts."""
 
@@ -147,8 +143,10 @@ class ChatChoice(Choice):
         several = form and body.may_call_several and takes_several_calls(template)
         self.reader = form and Reader(form, body.callable_names, MOST_CALLS if several else 1)
         self.has_called, self.n_taken = False, 0
-        parts = thinks(template) and body.reasoning_format not in ('none', 'raw')  # words of llama-server, and of Groq
-        self.thoughts = ThoughtReader(opens_thoughts(request.prompt, served.token_bytes)) if parts else None
+        opened = opens_thoughts(request.prompt, served.token_bytes)
+        separates = (opened or thinks(template)) and body.reasoning_format not in ('none', 'raw')
+        self.thoughts = ThoughtReader(opened) if separates else None
+        self.hides_thoughts = not body.include_reasoning or body.reasoning_format == 'hidden'
 
     @property
     def n_thought(self):
@@ -164,7 +162,7 @@ class ChatChoice(Choice):
             thought, text = self.thoughts.push(text, [self.served.token_bytes[i] for i in output.token_ids], last)
         said = self.reader.push(text, last) if self.reader else [text] * bool(text)
         self.has_called |= any(isinstance(piece, Call) for piece in said)
-        return [Thought(thought)] * bool(thought) + said
+        return [Thought(thought)] * bool(thought and not self.hides_thoughts) + said
 
     def add(self, output):
         super().add(output)
@@ -172,20 +170,24 @@ class ChatChoice(Choice):
             self.finish_reason = 'tool_calls'
 
     def chunks(self):
-        """`take` for a stream. As clients expect, a chunk has at most one call, and finish_reason follows all calls."""
-        if calls := [piece for piece in self.pieces if isinstance(piece, Call)]:
-            said = [piece for piece in self.pieces if piece not in calls]
-            reason, self.finish_reason = self.finish_reason, None
-            for self.pieces in [said] * bool(said) + [[call] for call in calls]:
-                yield self.take()
-            self.finish_reason = reason
+        """
+        `take` for a stream. As clients expect, a chunk has thoughts or a text or one call, and finish_reason follows
+        all calls.
+        """
+        thoughts, texts, calls = ([p for p in self.pieces if isinstance(p, kind)] for kind in (Thought, str, Call))
+        parts = [part for part in (thoughts, texts, *([call] for call in calls)) if part]
+        rest, reason = [] if calls or not parts else parts.pop(), self.finish_reason
+        self.finish_reason = None
+        for self.pieces in parts:
+            yield self.take()
+        self.pieces, self.finish_reason = rest, reason
         if self.has_news():
             yield self.take()
 
     def content(self):
         calls = [piece for piece in self.pieces if isinstance(piece, Call)]
-        thought = ''.join(piece for piece in self.pieces if isinstance(piece, Thought))
-        text = ''.join(piece for piece in self.pieces if type(piece) is str)
+        thought = ''.join(piece.text for piece in self.pieces if isinstance(piece, Thought))
+        text = ''.join(piece for piece in self.pieces if isinstance(piece, str))
         message = {} if self.begun else {'role': 'assistant', 'refusal': None}
         message['content'] = text or (None if self.has_called else '')
         if thought:

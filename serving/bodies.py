@@ -431,7 +431,9 @@ class ChatBody(GenerationBody, ConversationFields):
     logprobs: bool = False
     top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
     tool_choice: ToolChoice = Field('auto', description="none leaves the tools out")
-    reasoning_format: str = Field('', max_length=MOST_NAME, description="none leaves thoughts in the content")
+    reasoning_format: str = Field('', max_length=MOST_NAME, description="none, or raw, leaves thoughts in the content; "
+                                  "hidden leaves them out, as include_reasoning: false")
+    include_reasoning: bool = True
     parallel_tool_calls: bool = Field(True, description="may an answer have several calls?")
     add_special_tokens: Literal[False] = Field(False, description="the template writes them")
 

@@ -30,7 +30,7 @@ class Vocabulary:
             import llguidance
         except ImportError as e:
             raise ValueError("the form of a text needs the library llguidance: pip install llguidance") from e
-        self.end, self.end_bit, self.all = n_rows, bitmap([n_rows], n_rows), bitmap(range(n_rows), n_rows)
+        self.end, self.end_bit = n_rows, bitmap([n_rows], n_rows)
         self.special_token_ids = [i for i in tokenizer.special_ids if i < n_rows]
         self.tokens = tokenizer.bytes_of_tokens()[:n_rows]
         self.tokens += [b''] * (n_rows - len(self.tokens))  # what a tokenizer does not know cannot come
@@ -52,14 +52,14 @@ class Constraint:
     `DeadEnd` if the vocabulary lacks what must follow, or if the form is too large for the library, and a RuntimeError
     if a token came that was not allowed.
 
-    tag: the form is that of what follows these bytes; before them all tokens but the ends are allowed. written: the
-    last bytes, as long as the tag may come in them.
+    tag: the form is that of what follows these bytes; before them all tokens are allowed but the ends and what goes on
+    behind the tag. tail: the last bytes, as long as the tag may come in them.
     """
 
     def __init__(self, vocabulary, beginning, ends=(), min_tokens=0, tag=b''):
         self.vocabulary, self.beginning, self.matcher, self.min_tokens = vocabulary, beginning, None, min_tokens
         self.allowed, self.ends = bitmap([], vocabulary.end), bitmap(ends, vocabulary.end)
-        self.n_taken, self.n_new, self.is_complete, self.error, self.tag, self.written = None, 0, False, None, tag, b''
+        self.n_taken, self.n_new, self.is_complete, self.error, self.tag, self.tail = None, 0, False, None, tag, b''
 
     def behind(self, tag):
         """The constraint of what follows a tag, a text, in a sample."""
@@ -78,11 +78,11 @@ class Constraint:
         """Take the tokens that are new among all that the sample has drawn. `write` comes next."""
         known, self.n_taken = self.n_taken, None  # an exception may come at any place: then all are taken again
         if known is None:
-            self.matcher, known, self.written = self.beginning.deep_copy(), 0, b''
-        new = list(drawn[known:])
-        while new and self.tag not in self.written:
-            self.written = self.written[-len(self.tag):] + self.vocabulary.tokens[new.pop(0)]
-        self.matcher.consume_tokens(new)
+            self.matcher, known, self.tail = self.beginning.deep_copy(), 0, b''
+        while known < len(drawn) and self.tag not in self.tail:
+            self.tail = self.tail[-len(self.tag):] + self.vocabulary.tokens[drawn[known]]
+            known += 1
+        self.matcher.consume_tokens(list(drawn[known:]))
         self.n_new = len(drawn)
 
     @staticmethod
@@ -93,8 +93,9 @@ class Constraint:
         rows = np.empty((len(constraints), vocabulary.end // 32 + 1), np.int32)
         fill_next_token_bitmask_par(vocabulary.executor, [(c.matcher, i) for i, c in enumerate(constraints)], rows)
         for c, row in zip(constraints, rows):
-            if c.tag not in c.written:
-                c.allowed[:], c.n_taken = vocabulary.all & ~c.ends, c.n_new
+            if c.tag not in c.tail:
+                begun = next(c.tag[:n] for n in range(len(c.tag) - 1, -1, -1) if c.tail.endswith(c.tag[:n]))
+                c.allowed[:], c.n_taken = allowed_before(c.tag, begun, vocabulary) & ~c.ends, c.n_new
                 continue
             c.allowed.view(np.int32)[:len(row)] = row
             may_end = (c.allowed & vocabulary.end_bit).any()
@@ -115,6 +116,13 @@ def bitmap(tokens, n):
     bits = np.zeros(64 * (n // 64 + 1), np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder='little').view(np.int64)
+
+
+@lru_cache(maxsize=64)
+def allowed_before(tag, begun, vocabulary):
+    """The tokens that may follow the beginning of a tag: none that ends it and goes on with more than blanks."""
+    tokens = enumerate(vocabulary.tokens)
+    return bitmap([i for i, token in tokens if not (begun + token).partition(tag)[2].strip()], vocabulary.end)
 
 
 @lru_cache(maxsize=16)

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
+from chat.thoughts import Thought
 from chat.tools import Call
 from serving import bodies
-from serving.answer import LARGE, ChatCompletion, Thought, event
+from serving.answer import LARGE, ChatCompletion, event
 from serving.api import MOST_MESSAGES, shown
 from serving.bodies import ChatBody, Lenient, Message, ResponseFormat, Tokens, Tool, ToolChoice, Whole, list_of
 
@@ -41,7 +42,11 @@ def message_of(item):
 def messages_of(given):
     if type(given) not in (str, list):
         raise ValueError(f"input should be a text, or a list of items, not {shown(given)}")
-    return [{'role': 'user', 'content': given}] if type(given) is str else given
+    if type(given) is str:
+        return [{'role': 'user', 'content': given}]
+    # OpenAI's own models have thoughts that only they can read
+    return [item for item in given if not (type(item) is dict and item.get('type') == 'reasoning'
+                                           and not item.get('content'))]
 
 
 def nested(name):
@@ -174,19 +179,20 @@ class ModelResponse(ChatCompletion):
 
     def add_text(self, piece):
         """More text or thoughts, in the last item, or in a new one."""
-        thinks = isinstance(piece, Thought)
-        if self.part is None or thinks != (self.part['type'] == 'reasoning_text'):
+        is_thought = isinstance(piece, Thought)
+        if self.part is None or is_thought != (self.part['type'] == 'reasoning_text'):
             self.end_part('completed')
-            head = {'type': 'reasoning', 'id': f'rs_{secrets.token_hex(12)}', 'summary': []} if thinks else {
+            head = {'type': 'reasoning', 'id': f'rs_{secrets.token_hex(12)}', 'summary': []} if is_thought else {
                 'type': 'message', 'id': f'msg_{secrets.token_hex(12)}', 'role': 'assistant'}
             self.begin(head | {'status': 'in_progress', 'content': []})
-            self.part = {'type': 'reasoning_text', 'text': ''} if thinks else {
+            self.part = {'type': 'reasoning_text', 'text': ''} if is_thought else {
                 'type': 'output_text', 'text': '', 'annotations': [], 'logprobs': []}
             self.note_item('content_part.added', content_index=0, part=self.part)
             self.items[-1]['content'].append(self.part)
-        self.part['text'] += piece
-        if piece:
-            self.note_item(f"{self.part['type']}.delta", content_index=0, delta=piece, **self.taken_logprobs())
+        text = piece.text if is_thought else piece
+        self.part['text'] += text
+        if text:
+            self.note_item(f"{self.part['type']}.delta", content_index=0, delta=text, **self.taken_logprobs())
 
     def taken_logprobs(self):
         """The field logprobs of what has come of a text, if it is not of thoughts."""

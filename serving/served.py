@@ -192,7 +192,7 @@ def requests_of(body, served, id, deliver):
     else:
         prompts = [served.encode(prompt, body.add_special_tokens) if type(prompt) is str else prompt
                    for prompt in body.prompt]
-    served.check_ids('prompt', chain(*prompts))
+    served.check_ids('prompt', chain(*prompts))  # before the bytes of these ids are looked up
     constraint = served.constraint(forms_of(body, served) if is_chat else body.forms)
     if constraint and is_chat and opens_thoughts(prompts[0], served.token_bytes):
         constraint = constraint.behind(CLOSES)

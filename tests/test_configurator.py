@@ -183,3 +183,4 @@ def test_streams_that_are_closed_are_files_that_nobody_reads(tmp_path):
         done = subprocess.run(f'{sys.executable} script.py {closed}', shell=True, capture_output=True, cwd=tmp_path,
                               env=os.environ | dict(PYTHONPATH=ROOT))
         assert done.returncode == 0 and done.stdout == (b'' if '<' in closed else b'1\n')
+        assert done.stderr == (b'False\n' if '<' in closed else b'')

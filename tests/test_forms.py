@@ -126,6 +126,17 @@ def test_masks_are_those_found_by_trying_every_token(form, kind):
     assert n_ends > 0
 
 
+def test_no_token_goes_on_behind_the_tag_before_a_form():
+    tokens = [bytes([i]) for i in range(128)] + [b'k>{', b'>\n', b'x</think>"', b'</think>', b'>"', b'a>b', b'']
+    tokenizer = SimpleNamespace(bytes_of_tokens=lambda: tokens, special_ids=set())
+    constraint = compiled('regex', '[{]x', Vocabulary(tokenizer, len(tokens))).behind('</think>').for_sample([0])
+    for begun, refused in (b'', {130}), (b'a</thin', {130, 128}), (b'</think', {130, 132}), (b'</</think', {130, 132}):
+        constraint.n_taken = None
+        constraint.take(list(begun))
+        constraint.write([constraint])
+        assert bits(constraint.allowed, len(tokens)) == {*range(1, len(tokens))} - refused, begun
+
+
 def test_a_form_behind_a_tag_allows_the_same_after_it():
     """Before it all tokens but the ends are allowed. Tokens come in any portions, and all again after a failure."""
     rng, end = random.Random(2), END['byte pairs']

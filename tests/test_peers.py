@@ -162,7 +162,7 @@ def test_peers_mode(tmp_path, monkeypatch):
     for row in rows:
         assert row['tok_per_s'] > 0 and row['gb_per_s'] > 0 and len(row['runs_s']) == 2 and row['new_tokens'] == 8
         rounds = row['weights'] != 'float32' or row['engine'] == 'llama.cpp'
-        assert 0 <= row['same_tokens'] <= 8 and (rounds or row['same_tokens'] == 8), row
+        assert 0 <= row['n_same'] <= 8 and (rounds or row['n_same'] == 8), row
         others = [other['tok_per_s'] for other in rows if other['engine'] != 'ours' and all(
             other[key] == row[key] for key in ('batch', 'weights'))]
         assert row.get('over_others') == (

@@ -11,9 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chat.thoughts import ThoughtReader
+from tokenizer import from_state
 
 needs(*SERVING)
 
+from example_models import chat_tokenizer
 from test_chat_template import their_tokenizer
 from test_tools import CALLS, QWEN, TOOLS, USER, saying, written  # noqa: F401
 
@@ -56,6 +58,7 @@ def test_the_openai_client_gets_thoughts_and_sends_them_back(saying, name):  # n
         assert 0 <= answer.usage.completion_tokens_details.reasoning_tokens - len(thought) <= 1
         with ours.chat.completions.stream(**how) as stream:
             deltas = [event.chunk.choices[0].delta for event in stream if event.type == 'chunk']
+        assert not any(delta.content and getattr(delta, 'reasoning_content', None) for delta in deltas)
         for field, text in ('reasoning_content', THOUGHT), ('content', 'I look it up.'):
             assert ''.join(getattr(delta, field, None) or '' for delta in deltas) == text
 
@@ -65,6 +68,11 @@ def test_the_openai_client_gets_thoughts_and_sends_them_back(saying, name):  # n
         whole = ours.chat.completions.create(model='chat', messages=[USER], extra_body=dict(reasoning_format='none'))
         assert f'{THOUGHT}\n</think>\n\nI' in whole.choices[0].message.content
         assert not hasattr(whole.choices[0].message, 'reasoning_content')
+        for hides in dict(include_reasoning=False), dict(reasoning_format='hidden'):
+            hidden = ours.chat.completions.create(**how, extra_body=hides)
+            assert hidden.choices[0].message.content == 'I look it up.'
+            assert hidden.usage.completion_tokens_details == answer.usage.completion_tokens_details
+            assert not hasattr(hidden.choices[0].message, 'reasoning_content')
 
     back = [USER, message.model_dump(),
             *[dict(role='tool', tool_call_id=c.id, content='0°') for c in message.tool_calls]]
@@ -90,6 +98,13 @@ def test_an_answer_may_have_no_thoughts_and_thoughts_no_answer(saying, template,
     choice, = client.post('/v1/chat/completions', json=dict(messages=[USER])).json()['choices']
     assert (choice['message']['content'], choice['message'].get('reasoning_content')) == (content, thought)
     assert choice['finish_reason'] == 'stop'
+
+
+def test_tags_are_a_part_of_the_text_also_where_they_are_special_tokens():
+    tokenizer = chat_tokenizer()
+    tokenizer.library.add_special_tokens(['<think>', '</think>', '<pad>'])
+    found = from_state(tokenizer.state() | dict(json=tokenizer.library.to_str()))
+    assert {300, 301, 302} & found.special_ids == {302} and found.decode([301]) == '</think>'
 
 
 def test_a_form_begins_behind_the_thoughts_that_the_prompt_opens(saying):  # noqa: F811

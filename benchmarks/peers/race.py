@@ -63,8 +63,9 @@ def prefill(asked):
 def race(asked, name, B, T, n_new, engines):
     """
     Rows of all installed engines on B prompts of T tokens. Building and converting are not timed. over_others: ours
-    over the best of all others with the same weights. same_tokens: how many tokens each text begins with that are those
-    of the first engine, our model in float32; of n_new, with rounded weights and by llama.cpp's GELU fewer.
+    over the best of all others with the same weights. n_same: how many of the n_new tokens are those of the first
+    engine, our model in float32, before the first other one, in the worst row. Rounded weights and llama.cpp's GELU
+    give fewer.
     """
     model = model_of(name, asked.bias)
     if T + n_new - 1 > model.config.block_size:  # the last token is not fed
@@ -85,7 +86,7 @@ def race(asked, name, B, T, n_new, engines):
     first, *_ = measured = take_turns(cases, asked.repeats, f'{name}: {B} x {T}')
     rows = [m.row(seconds=m.seconds, tok_per_s=B * n_new / m.seconds,
                   gb_per_s=model.get_num_params() * BYTES[m.case.labels['weights']] * n_new / m.seconds / 1e9,
-                  same_tokens=n_same(m.results[-1], first.results[-1])) for m in measured]
+                  n_same=n_same(m.results[-1], first.results[-1])) for m in measured]
     for row in rows:
         others = [other['tok_per_s'] for other in rows
                   if other['weights'] == row['weights'] and other['engine'] != Ours.name]
@@ -117,7 +118,7 @@ def n_same(tokens, expected):
     return (tokens == expected).cumprod(dim=1).sum(dim=1).min().item()
 
 
-ENGINE, JUDGED = 'engine weights tok_per_s ', ' gb_per_s how over_others same_tokens'
+ENGINE, JUDGED = 'engine weights tok_per_s ', ' gb_per_s how over_others n_same'
 PARTS = dict(
     decoding=Part(decoding, 36, "greedy tokens after a short prompt", 'shape batch ' + ENGINE + 'new_tokens' + JUDGED),
     prefill=Part(prefill, 16, "the first token after a long prompt", 'shape batch prompt seconds ' + ENGINE + JUDGED),
