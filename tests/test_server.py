@@ -637,6 +637,7 @@ if len(sys.argv) > 2:
     import resource
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
 sys.path[:0] = {ROOT!r}, {ROOT + '/tests'!r}
+from configurator import ignore_write_errors
 from serving.server import Service, run
 from small_engine import CHARS, served_by, spelling_engine
 def fail(texts):
@@ -648,6 +649,7 @@ def fail(texts):
         time.sleep(.1 * (text[0] < 5))
 engine = spelling_engine(n_allowed=int(sys.argv[1]))
 engine.engine.executor.fails = fail
+ignore_write_errors(sys.stderr)  # as serve.py does
 run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
 """
 
