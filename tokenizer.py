@@ -17,6 +17,7 @@ from functools import cached_property
 from chat.template import ChatTemplate
 
 GPT2 = {'kind': 'gpt2'}
+THOUGHT_TAGS = '<think>', '</think>'  # around what a model thinks: they are always a part of the text
 END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
 ROLES = 'bos_token', 'eos_token', 'unk_token', 'pad_token'
 PAIRS = 'vocab.json', 'merges.txt'
@@ -159,8 +160,8 @@ class JSONTokenizer(Tokenizer):
         self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
         self.ends = super().end_tokens if end_tokens is None else tuple(end_tokens)
         self.added_ids = frozenset(added := self.library.get_added_tokens_decoder())
-        tags = '<think>', '</think>'  # by which thoughts are found in a text, see chat/thoughts.py
-        self.special_ids = frozenset(i for i, token in added.items() if token.special and token.content not in tags)
+        self.special_ids = frozenset(i for i, token in added.items()
+                                     if token.special and token.content not in THOUGHT_TAGS)
         if chat_template is not None:
             self.chat_template = ChatTemplate(chat_template, self.special_tokens)
 

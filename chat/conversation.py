@@ -5,7 +5,7 @@ import sys
 import time
 from importlib.util import find_spec
 
-from chat.thoughts import CLOSES, opens_thoughts
+from chat.thoughts import behind_thoughts
 from tokenizer import TextStream
 
 HELP = """/help           these lines
@@ -55,11 +55,10 @@ class Conversation:
         if len(prompt) >= most:
             raise ValueError(f"the conversation has {len(prompt):,} tokens, and the model's context {most:,}: begin a "
                              "new one (/clear), or say less")
-        room, stop_ids, how = most - len(prompt) + 1, self.tokenizer.end_tokens, dict(self.how)
-        if how.get('constraint') and opens_thoughts(prompt, self.tokenizer.token_bytes):
-            how['constraint'] = how['constraint'].behind(CLOSES)
+        room, stop_ids = most - len(prompt) + 1, self.tokenizer.end_tokens
+        constraint = behind_thoughts(self.how.get('constraint'), prompt, self.tokenizer.token_bytes)
         sequence, = self.engine.add(prompt, min(max_new_tokens, room), seed=self.seed + self.n_answers,
-                                    stop_ids=stop_ids, **how)
+                                    stop_ids=stop_ids, **self.how | dict(constraint=constraint))
         self.n_answers += 1
         stream, said, self.cut = TextStream(self.token_bytes, strip=self.tokenizer.strips), '', ''
         try:

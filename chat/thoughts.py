@@ -5,8 +5,9 @@ do. Their chat templates leave the thoughts of earlier answers out of a prompt.
 from typing import NamedTuple
 
 from chat.tools import certain
+from tokenizer import THOUGHT_TAGS
 
-OPENS, CLOSES = '<think>', '</think>'
+OPENS, CLOSES = THOUGHT_TAGS
 
 
 def thinks(template):
@@ -17,6 +18,11 @@ def thinks(template):
 def opens_thoughts(prompt, token_bytes):
     """Does a prompt, token ids, end with OPENS? token_bytes: those of each id."""
     return b''.join(token_bytes[token] for token in prompt[-16:]).rstrip().endswith(OPENS.encode())
+
+
+def behind_thoughts(constraint, prompt, token_bytes):
+    """A `Constraint` of an answer to a prompt, or None. It begins behind the thoughts if the prompt opens them."""
+    return constraint.behind(CLOSES) if constraint and opens_thoughts(prompt, token_bytes) else constraint
 
 
 class Thought(NamedTuple):

@@ -93,8 +93,12 @@ def grammar(form, tools, several, rule, answer=None):
 
 def certain(text, tag):
     """A growing text without what may belong to a tag that comes next: its first characters, and blanks before it."""
-    begun = next(n for n in range(len(tag) - 1, -1, -1) if text.endswith(tag[:n]))
-    return text[:len(text) - begun].rstrip()
+    return text.removesuffix(begun_tag(text, tag)).rstrip()
+
+
+def begun_tag(text, tag):
+    """The longest beginning of a tag, but not all of it, with which a text ends. Both are texts, or both are bytes."""
+    return next(tag[:n] for n in range(len(tag) - 1, -1, -1) if text.endswith(tag[:n]))
 
 
 class Reader:

@@ -144,7 +144,8 @@ def on_numba(model, batch_size, weights, threads, speculate, draft):
     """The executor on numba, with a draft if there is one. Imported here: numba takes a second to import."""
     from numba import config
     if config.DISABLE_JIT:
-        raise ValueError("NUMBA_DISABLE_JIT is set, and the decoder cpu is compiled: leave it out")
+        raise ValueError("NUMBA_DISABLE_JIT is set, but the decoder cpu must be compiled: unset it, or choose "
+                         "decoder=eager")
     from decode.cpu import CPUExecutor
     executor = CPUExecutor(model, weights, threads or None)
     if speculate == 'auto' and not draft:

@@ -68,7 +68,7 @@ class StepChoice:
                 self.end_window()
 
     def end_trial(self):
-        # up to four steps: the shortest counts, because the first step of a new cache waits for memory from the system
+        # the shortest of up to four steps counts: the first step of a new cache waits for memory from the system
         self.trials[self.way] = self.least if self.steps <= 4 else self.ns / self.steps
         self.spent.append((self.ns, self.steps))
         if self.waiting:

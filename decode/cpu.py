@@ -157,7 +157,7 @@ class CPUExecutor:
         while made < n and not ended:
             n_threads, choice = self.prepare_call(R, is_screened=n_largest > 0)
             began = time.perf_counter_ns()
-            # a step that is timed alone (a trial), or not timed (after a pause), is a call of its own
+            # a call has one step if that step is a trial, which is timed alone, or comes after a pause and is not timed
             tables.ask_for(1 if choice and (choice.is_trial or choice.is_first(began)) else n - made, n_largest)
             refused = step(*tables.addresses, n_threads, workers.address)
             made += (n_drawn := int(tables.sizes[layout.N_DRAWN]))

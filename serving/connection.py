@@ -74,7 +74,7 @@ class Connection(HttpToolsProtocol):
         if self.n_head is not None:
             self.n_head += len(data)
             # uvicorn drops the body of a request that offers HTTP/2, so the header gets another name. The new name is
-            # as long as the old one: data may hold a part of the body too, and its length must not change
+            # as long as the old one: data may also hold a part of the body, and the length of the body must not change
             seen = self.last + data
             data = re.sub(rb'(?i)\r\nupgrade:', b'\r\nignored:', seen)[len(self.last):]
             self.last = seen[-9:]

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from chat.tools import begun_tag
 from serving.grammars import grammar_of
 
 
@@ -94,8 +95,8 @@ class Constraint:
         fill_next_token_bitmask_par(vocabulary.executor, [(c.matcher, i) for i, c in enumerate(constraints)], rows)
         for c, row in zip(constraints, rows):
             if c.tag not in c.tail:
-                begun = next(c.tag[:n] for n in range(len(c.tag) - 1, -1, -1) if c.tail.endswith(c.tag[:n]))
-                c.allowed[:], c.n_taken = allowed_before(c.tag, begun, vocabulary) & ~c.ends, c.n_new
+                c.allowed[:] = allowed_before(c.tag, begun_tag(c.tail, c.tag), vocabulary) & ~c.ends
+                c.n_taken = c.n_new
                 continue
             c.allowed.view(np.int32)[:len(row)] = row
             may_end = (c.allowed & vocabulary.end_bit).any()

@@ -6,7 +6,7 @@ from itertools import chain
 
 import orjson
 
-from chat.thoughts import CLOSES, opens_thoughts
+from chat.thoughts import behind_thoughts
 from chat.tools import form_of, grammar, shows_tools, takes_several_calls
 from decode.draw import SETTING_NAMES
 from serving.api import APIError, invalid
@@ -194,8 +194,8 @@ def requests_of(body, served, id, deliver):
                    for prompt in body.prompt]
     served.check_ids('prompt', chain(*prompts))  # before the bytes of these ids are looked up
     constraint = served.constraint(forms_of(body, served) if is_chat else body.forms)
-    if constraint and is_chat and opens_thoughts(prompts[0], served.token_bytes):
-        constraint = constraint.behind(CLOSES)
+    if is_chat:
+        constraint = behind_thoughts(constraint, prompts[0], served.token_bytes)
     seeds = [secrets.randbelow(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     shared = dict(
         n=body.n, draw={name: getattr(body, name) for name in (*SETTING_NAMES, 'min_tokens', 'logit_bias')},

@@ -1,6 +1,6 @@
 """
-Functions that are compiled once for this machine and kept on disk, also when several processes start at the same time.
-Here are C functions too: compiled code calls them by their addresses, so it can be compiled without them.
+This file compiles functions once for a machine and keeps them on disk, also when several processes start at the same
+time. It makes C functions too: compiled code calls them by their addresses, so it can be compiled without them.
 """
 import atexit
 import functools

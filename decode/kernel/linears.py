@@ -63,8 +63,8 @@ if ARM:  # a vector is two of its 32 registers; rows and panels with the fewest 
     TILES |= {I16: (4, 2, 2, 2), I8: (4, 4, 2, 2), I32: (4, 2, 2, 2)}
 
 # what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh, or stored as
-# silu(gate) * up, where panels of gates and of ups take turns. They are int64, because numba would compile `linear`
-# again for each plain number
+# silu(gate) * up, where each panel of gates is followed by one of ups. These constants are int64, because numba would
+# compile `linear` again for each plain number
 STORE, ADD, GELU, GELU_TANH, SWIGLU = map(np.int64, range(5))
 CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in small parts that the threads claim
 

@@ -54,7 +54,7 @@ def times_rows(builder, rows, tokens, at, n, x, x_at):
 def round_twice(w, x, n_rows, K, scratch):
     """
     Prepare n_rows rows of x (.., K), and then the n_rows rows of their rounding errors, for `linear` with weights w.
-    Behind its rows x gets the errors that then remain.
+    The errors that then remain are written to x, after its own rows.
     """
     for i in range(2):
         prepare_rows(w, x, (i * n_rows, (i + 1) * n_rows), K, scratch)
