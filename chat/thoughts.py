@@ -30,55 +30,40 @@ class Thought(NamedTuple):
     text: str
 
 
+def parted(text, last):
+    """(thoughts, answer) of what a model has written so far, as far as they are certain. last: is it the whole?"""
+    begun = text.lstrip()
+    if not begun.startswith(OPENS):
+        return '', text if last or not OPENS.startswith(begun) else ''
+    thought, closed, answer = begun.removeprefix(OPENS).lstrip().partition(CLOSES)
+    return thought.rstrip() if closed or last else certain(thought, CLOSES), answer.lstrip()
+
+
 class ThoughtReader:
     """
     Parts what a model writes into thoughts, which come first if there are any, and its answer. opened: does the prompt
-    end with OPENS?
-
-    state: BEGINS, until it is known whether there are thoughts; THINKS; ANSWERS.
+    end with OPENS? Then the text is read as if it began with it.
     """
-    BEGINS, THINKS, ANSWERS = range(3)
 
     def __init__(self, opened):
-        self.state, self.has_thoughts = self.THINKS if opened else self.BEGINS, opened
-        self.held, self.drops_blanks = '', opened
+        self.text, self.n_thought, self.n_answer = OPENS * opened, 0, 0  # characters that were returned
         self.n_taken, self.tail = 0, b''  # tokens up to the end of thoughts, if there are any, and their last bytes
 
     @property
     def n_tokens(self):
         """How many tokens so far are of the thoughts and their tags."""
-        return self.n_taken if self.has_thoughts else 0
+        return self.n_taken if self.text.lstrip().startswith(OPENS) else 0
 
     def push(self, piece, tokens=(), last=False):
         """
         What is certain now: (more thoughts, more of the answer), two texts. Blanks at both ends of the thoughts are
         dropped. tokens: the bytes of each token that came with the piece. last: is this the last piece?
         """
-        for token in tokens if self.state != self.ANSWERS else ():
+        for token in tokens:
             if CLOSES.encode() not in self.tail:
                 self.n_taken, self.tail = self.n_taken + 1, self.tail[-len(CLOSES):] + token
-        thought = said = ''
-        self.held += piece
-        if self.state == self.BEGINS:
-            text = self.held.lstrip()
-            if text.startswith(OPENS):
-                self.state, self.has_thoughts, self.drops_blanks, self.held = self.THINKS, True, True, text[len(OPENS):]
-            elif last or not OPENS.startswith(text):
-                self.state = self.ANSWERS
-        if self.state == self.THINKS:
-            self.drop_blanks()
-            thought, closed, rest = self.held.partition(CLOSES)
-            thought = thought.rstrip() if closed or last else certain(thought, CLOSES)
-            self.held = self.held[len(thought):]
-            if closed:
-                self.state, self.drops_blanks, self.held = self.ANSWERS, True, rest
-        if self.state == self.ANSWERS:
-            self.drop_blanks()
-            said, self.held = self.held, ''
-        return thought, said
-
-    def drop_blanks(self):
-        """Drop the blanks before the first word of the thoughts, or of the answer behind them."""
-        if self.drops_blanks:
-            self.held = self.held.lstrip()
-            self.drops_blanks = not self.held
+        self.text += piece
+        thought, answer = parted(self.text, last)
+        more = thought[self.n_thought:], answer[self.n_answer:]
+        self.n_thought, self.n_answer = len(thought), len(answer)
+        return more
