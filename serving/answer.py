@@ -380,7 +380,7 @@ class Answer:
         finally:
             writer.cancel()
             gone.cancel()
-            self.service.end(self.completion, self.mailbox)
+            self.service.end(self.completion)
 
     async def add_outputs(self):
         for number, outputs in await self.mailbox.take():
@@ -420,7 +420,7 @@ class Answer:
                 sent = loop.time()
             if done:
                 return
-            loop.call_later(chunk_interval(len(self.service.mailboxes)), self.mailbox.listen)
+            loop.call_later(chunk_interval(len(self.service.thread.live)), self.mailbox.listen)
 
 
 async def disconnect(receive):

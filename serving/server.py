@@ -35,7 +35,6 @@ from serving.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBod
 from serving.connection import IDLE, Connection
 from serving.engine_thread import QueueFull
 from serving.openapi import Endpoint, openapi
-from serving.request import Output
 from serving.responses import ModelResponse, ResponseBody, renamed
 from serving.served import requests_of
 
@@ -79,7 +78,7 @@ class Service:
                  for name in ['localhost', '*.localhost', *{*self.origins} - {'*'}, *allowed_hosts.split(',')] if name]
         self.hosts = re.compile(rf'([\d.]+|\[[\da-f:.]+\]|{"|".join(names)})\.?(:\d*)?', re.IGNORECASE)
         self.thread = self.served = self.bell = self.error = None
-        self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
+        self.draining, self.preparing = False, set()  # preparing: tasks before `submit`
         self.threads_for = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
         self.waiting = Counter()  # {kind: requests that wait for a thread}
 
@@ -169,7 +168,7 @@ class Service:
         finally:
             self.waiting[kind] -= 1
 
-    def submit(self, requests, mailbox):
+    def submit(self, requests):
         """Submit all requests or none. APIError where the queue is full."""
         self.check_ready()
         n, most = sum(request.n for request in requests), self.thread.max_queue
@@ -180,11 +179,9 @@ class Service:
             self.thread.submit(*requests)
         except QueueFull as e:
             raise APIError(429, str(e), code='queue_full') from None
-        self.mailboxes.add(mailbox)
 
-    def end(self, completion, mailbox):
+    def end(self, completion):
         """The client has its answer, or is gone: its requests that still run are aborted."""
-        self.mailboxes.discard(mailbox)
         if not completion.done or completion.error:
             for request in completion.requests:
                 self.thread.abort(request.id)
@@ -194,11 +191,8 @@ class Service:
         self.draining = True
         for task in self.preparing:
             task.cancel()
-        if self.thread is None:
-            return
-        await asyncio.to_thread(self.thread.drain, seconds)
-        for mailbox in list(self.mailboxes):  # those that are not finished
-            mailbox.put(0, [Output(0, [], finish_reason='abort')])
+        if self.thread is not None:
+            await asyncio.to_thread(self.thread.drain, seconds)
 
 
 def is_own_page(request):
@@ -298,7 +292,7 @@ async def generate(service, body, prefix, kind, work=None):
     def make():
         return kind(id, body, service.served, requests_of(body, service.served, id, mailbox.put))
     completion = await service.in_thread(work, make) if work else make()
-    service.submit(completion.requests, mailbox)
+    service.submit(completion.requests)
     return Answer(service, completion, mailbox)
 
 

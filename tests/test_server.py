@@ -440,7 +440,7 @@ def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_stalls_nobody(monkeyp
         assert quick['choices'][0]['text'] == spelled('d', 50)
         monkeypatch.setattr('serving.connection.READER', 1)
         status, answer = read_all(slow, .01)
-        engine.until(lambda: not client.service.mailboxes)
+        engine.until(lambda: not client.process.server_state.tasks)
         data = b''
         with suppress(OSError):
             while part := never.recv(2**20):
