@@ -28,6 +28,7 @@ MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_CHOICES, MOST_TOOLS = 128, 128, 256
 MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 MOST_NAME = 256     # characters of a tool's
 NO_PARAMETERS = {'type': 'object', 'properties': {}}
+ANY_OBJECT = '{"type": "object"}'  # as a schema
 
 
 def of_an_object(schema):
@@ -224,9 +225,9 @@ class GenerationBody(Body):
     def forms(self):
         """What says the form of the texts: {field: (kind, text) of `constraints.compiled`}."""
         r, s = self.response_format or ResponseFormat(type='text'), self.structured_outputs or StructuredOutputs()
-        found = {'response_format.type': ('json_object', '' if r.type == 'json_object' else None),
+        found = {'response_format.type': ('json_schema', ANY_OBJECT if r.type == 'json_object' else None),
                  'response_format.json_schema.schema': ('json_schema', r.json_schema and r.json_schema.schema_),
-                 'structured_outputs.json_object': ('json_object', '' if s.json_object else None),
+                 'structured_outputs.json_object': ('json_schema', ANY_OBJECT if s.json_object else None),
                  'structured_outputs.json': ('json_schema', s.json_), 'structured_outputs.regex': ('regex', s.regex),
                  'structured_outputs.choice': ('choice', s.choice and tuple(s.choice)),
                  'structured_outputs.grammar': ('grammar', s.grammar)}

@@ -35,10 +35,10 @@ waiting = []             # processes that wait for a question
 
 def grammar_of(kind, text):
     """
-    The grammar of a form, a text that llguidance reads. kind, text: json_schema, a JSON schema as text; json_object,
-    any text; regex, a regular expression (Rust's, which the whole text matches); choice, texts, a tuple; grammar,
-    llguidance's kind of Lark, or llama.cpp's GBNF; tools, the grammar of their calls. ValueError if it cannot be read
-    or takes too long to compile. Other errors are not found here.
+    The grammar of a form, a text that llguidance reads. kind, text: json_schema, a JSON schema as text; regex, a regular
+    expression (Rust's, which the whole text matches); choice, texts, a tuple; grammar, llguidance's kind of Lark, or
+    llama.cpp's GBNF; tools, the grammar of their calls. ValueError if it cannot be read or takes too long to compile.
+    Other errors are not found here.
     """
     n = len(text) if kind != 'choice' else sum(map(len, text))
     if n > MOST_CHARACTERS:
@@ -121,7 +121,7 @@ def lark_of(kind, text):
     if kind == 'choice':
         # one lexeme: the library reads at most 2,000 alternatives of a rule
         return "start: TEXT\nTEXT: " + ' | '.join(json.dumps(each, ensure_ascii=False) for each in text)
-    schema = json.loads(text) if kind == 'json_schema' else {'type': 'object'}
+    schema = json.loads(text)
     if type(schema) is not dict:
         raise ValueError(f"the schema must be a JSON object, not {text[:40]}")
     return f"start: {json_rule(schema)}"

@@ -163,9 +163,9 @@ def forms_of(body, served):
                                          "leave it out, and read the answer as text")
     else:
         (kind, text), *others = forms.values() or [('', '')]
-        if not form or others or kind not in ('json_schema', 'json_object'):
+        if not form or others or kind != 'json_schema':
             return forms
-        answer = orjson.loads(text or '{"type": "object"}')
+        answer = orjson.loads(text)
     tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
     several = body.may_call_several and takes_several_calls(template)
     try:
