@@ -421,11 +421,10 @@ function goOn(turn) {
 // chats that the browser keeps, each under a key of its own. One is {id, name, system, time, turns: what kept() gave}
 
 const CHAT = 'nanogpt chat '
-const newChat = () => ({id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), name: ''})
-let chat = newChat()  // {id, name} of the one that is shown
-let seen = 0          // the time of what this tab has last read or written of it
+const newChat = () => ({id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), name: '', time: 0})
+let chat = newChat()  // {id, name, time} of the one that is shown, when this tab has last read or written it
 let unkept = ''       // why there is no room for it, if so
-const shownChat = () => ({...chat, system: $('system').value, time: Date.now(), turns: keptOf(turns)})
+const shownChat = () => ({...chat, system: $('system').value, turns: keptOf(turns)})
 const titleOf = ({name, turns}) => name || turns[0]?.message.trim().slice(0, 80) || 'New chat'
 
 function chatOf(id) {
@@ -451,9 +450,9 @@ function put({id, ...kept}) {
 }
 
 function keepChat() {
-  if (chatOf(chat.id)?.time > seen) chat = {...newChat(), name: chat.name}  // another tab has gone on: both are kept
-  const shown = shownChat()
-  if (turns.length) { unkept = put(shown); seen = shown.time }
+  if (chatOf(chat.id)?.time > chat.time) chat = {...newChat(), name: chat.name}  // another tab has gone on: both are kept
+  chat.time = Date.now()
+  if (turns.length) unkept = put(shownChat())
   else { unkept = ''; local.removeItem(CHAT + chat.id) }
   listChats()
 }
@@ -478,11 +477,10 @@ function rowOf(kept) {
 }
 
 // Show another chat, or a new one.
-function showChat({id, name, system, time = 0, turns: others} = {...newChat(), turns: []}) {
+function showChat({id, name, time, system, turns: others} = {...newChat(), turns: []}) {
   if (unkept && !confirm(`This chat is not kept: ${unkept}. Its newest turns will be lost.`)) return
   tell()
-  chat = {id, name}
-  seen = time
+  chat = {id, name, time}
   if (system !== undefined) keep('system', $('system').value = system)
   unkept = ''
   setTurns(turnsOf(others))
@@ -733,26 +731,23 @@ for (const name of ['settings', 'shelf']) {
 $('new').addEventListener('click', () => turns.length ? showChat() : tell())
 addEventListener('storage', ({key}) => {  // another tab has written
   const written = key === CHAT + chat.id && !running && place === null && !unkept && chatOf(chat.id)
-  if (written) { chat.name = written.name; seen = written.time; setTurns(turnsOf(written.turns)) }
+  if (written) { chat.name = written.name; chat.time = written.time; setTurns(turnsOf(written.turns)) }
   listChats()
 })
 addEventListener('pagehide', () => {
   for (const sample of running?.samples ?? []) sample.end('not finished')
   if (running) keepChat()
-  keep('shown', JSON.stringify({chat: {...shownChat(), time: seen}, unkept,
+  keep('shown', JSON.stringify({chat: shownChat(), unkept,
                                 completion: {prompt: completion.prompt, samples: keptOf(completion.samples)},
                                 draft: place === null ? $('message').value : draft}))
 })
 const kept = JSON.parse(session.getItem('shown'))
 if (kept) {
-  const written = chatOf(kept.chat.id)  // by another tab since, perhaps
-  const {id, name, time, turns: before} = !kept.unkept && written?.time > kept.chat.time ? written : kept.chat
-  chat = {id, name}
-  seen = time
-  unkept = kept.unkept
-  setTurns(turnsOf(before))
-  showCompletion(completionOf(kept.completion.prompt, kept.completion.samples))
   $('message').value = kept.draft
+  const written = !kept.unkept && chatOf(kept.chat.id)  // by another tab since, perhaps
+  showChat(written?.time > kept.chat.time ? written : kept.chat)
+  unkept = kept.unkept
+  showCompletion(completionOf(kept.completion.prompt, kept.completion.samples))
 }
 listChats()
 addEventListener('resize', layOut)
