@@ -182,7 +182,7 @@ async function copy(text, button) {
 const mine = new Set()  // ids of this page's requests
 let running = null      // the request that runs: {abort, samples: those it fills, id: '' until the server tells it}
 
-class Sample {  // goOn: continues it. view: shows its text, in scroller. The rest: what kept() gave before a reload
+class Sample {  // goOn: continues it. view: shows its text, in scroller. The rest: its JSON before a reload
   constructor(name, goOn, view, scroller, kept = {}) {
     const {text = '', thought = '', n = 0, note = 'waiting', speed = '', cut = false} = kept
     Object.assign(this, {text, thought, n, view, scroller})
@@ -252,7 +252,7 @@ class Sample {  // goOn: continues it. view: shows its text, in scroller. The re
     }
     this.more.hidden = this.reason === 'stop' || !this.text
   }
-  kept() {
+  toJSON() {
     return {text: this.text, thought: this.thought, n: this.n, note: this.note.textContent,
             speed: this.speed.textContent, cut: !this.more.hidden}
   }
@@ -309,7 +309,7 @@ async function generate() {
 
 let completion = {prompt: '', samples: []}  // that is shown
 
-// kept: what each sample kept, or {}.
+// kept: the JSON of each sample, or {}.
 function completionOf(prompt, kept) {
   const given = prompt.length > 400 ? '… ' + prompt.slice(-400) : prompt
   const samples = kept.map((each, i) => {
@@ -348,12 +348,11 @@ class Turn {  // repeats: how often this message was sent again, each time with 
   show({prompt_tokens: n, prompt_tokens_details: {cached_tokens: cached}}) {
     this.found.textContent = `${number(cached)} of ${number(n)} prompt tokens found`
   }
-  kept() {
-    return {message: this.message, repeats: this.repeats, found: this.found.textContent, answer: this.answer.kept()}
+  toJSON() {
+    return {message: this.message, repeats: this.repeats, found: this.found.textContent, answer: this.answer}
   }
 }
 const turnsOf = (kept, from = 0) => kept.map((each, i) => new Turn(from + i, each))
-const keptOf = shown => shown.map(each => each.kept())
 
 // The turns stay at their end, if they are there, when an error or a longer message takes room from them.
 let atEnd = true
@@ -418,13 +417,13 @@ function goOn(turn) {
   answer(turn, {messages: conversation(), continue_final_message: true, add_generation_prompt: false})
 }
 
-// chats that the browser keeps, each under a key of its own. One is {id, name, system, time, turns: what kept() gave}
+// chats that the browser keeps, each under a key of its own, as JSON of {id, name, time, system, turns}
 
 const CHAT = 'nanogpt chat '
 const newChat = () => ({id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), name: '', time: 0})
 let chat = newChat()  // {id, name, time} of the one that is shown, when this tab has last read or written it
 let unkept = ''       // why there is no room for it, if so
-const shownChat = () => ({...chat, system: $('system').value, turns: keptOf(turns)})
+const shownChat = () => ({...chat, system: $('system').value, turns})
 const titleOf = ({name, turns}) => name || turns[0]?.message.trim().slice(0, 80) || 'New chat'
 
 function chatOf(id) {
@@ -737,8 +736,7 @@ addEventListener('storage', ({key}) => {  // another tab has written
 addEventListener('pagehide', () => {
   for (const sample of running?.samples ?? []) sample.end('not finished')
   if (running) keepChat()
-  keep('shown', JSON.stringify({chat: shownChat(), unkept,
-                                completion: {prompt: completion.prompt, samples: keptOf(completion.samples)},
+  keep('shown', JSON.stringify({chat: shownChat(), unkept, completion,
                                 draft: place === null ? $('message').value : draft}))
 })
 const kept = JSON.parse(session.getItem('shown'))
