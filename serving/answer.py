@@ -18,7 +18,7 @@ from serving.constraints import DeadEnd
 from serving.request import chunk_interval
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
-LARGE = 4096    # token ids and log probabilities; an answer with more of them is written in another thread
+LARGE = 4096    # log probabilities; more of them are made into JSON in another thread
 SILENCE = 10.0  # seconds after which a stream without news gets a comment, so that nobody closes the connection
 DONE = b'data: [DONE]\n\n'
 LINE_ENDS = [(character.encode(), b'\\u%04x' % ord(character)) for character in '\u2028\u2029\u0085']
@@ -251,11 +251,8 @@ class Completion:
 
     @property
     def is_large(self):
-        """Are there so many token ids and log probabilities that writing them as JSON takes long?"""
-        n = sum(len(choice.logprobs) * (1 + (self.body.n_logprobs or 0)) for choice in self.choices)
-        if self.body.return_token_ids:  # the prompt's are in the first chunk only
-            n += sum(len(choice.prompt) for choice in self.choices if not choice.begun)
-        return n > LARGE
+        """Are there so many log probabilities that making them into JSON takes long? (A million of ids take 20 ms.)"""
+        return sum(len(choice.logprobs) for choice in self.choices) * (1 + (self.body.n_logprobs or 0)) > LARGE
 
     def usage(self):
         """Tokens of the prompts, each counted once, and of the samples."""
