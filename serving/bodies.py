@@ -398,11 +398,9 @@ class ConversationFields(Strict):
         if reserved := {'self', 'messages', 'tools', 'continue_final_message'} & self.chat_template_kwargs.keys():
             raise invalid('chat_template_kwargs', f"chat_template_kwargs has {', '.join(sorted(reserved))}: leave it "
                           "out, or make it a field of the body")
-        given = self.thinking_variables | self.chat_template_kwargs
-        given |= dict(continue_final_message=self.continue_final_message)
-        if self.add_generation_prompt is not None:
-            given['add_generation_prompt'] = self.add_generation_prompt
-        return given | (dict(tools=self.tools) if self.tools else {})
+        fields = {name: value for name in ('continue_final_message', 'add_generation_prompt', 'tools')
+                  if (value := getattr(self, name)) not in (None, [])}
+        return self.thinking_variables | self.chat_template_kwargs | fields
 
     @property
     def effort(self):
@@ -412,16 +410,10 @@ class ConversationFields(Strict):
     @property
     def thinking_variables(self):
         """The template's variables for thinking, from any field. A template that reads none writes the same prompt."""
-        given = {}
-        if self.effort:
-            is_on = self.effort != 'none'
-            given = {'enable_thinking': is_on} | ({'reasoning_effort': self.effort} if is_on else {})
-        if self.thinking is not None:
-            given['enable_thinking'] = self.thinking.type != 'disabled'
-        for switch in self.reasoning.enabled, self.enable_thinking:
-            if switch is not None:
-                given['enable_thinking'] = switch
-        return given
+        efforts = {'reasoning_effort': self.effort} if self.effort not in (None, 'none') else {}
+        switches = [self.effort and self.effort != 'none', self.thinking and self.thinking.type != 'disabled',
+                    self.reasoning.enabled, self.enable_thinking]
+        return efforts | {'enable_thinking': switch for switch in switches if switch is not None}  # the last one counts
 
 
 class ChatBody(GenerationBody, ConversationFields):
