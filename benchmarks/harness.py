@@ -21,15 +21,11 @@ PAUSE = 0.05  # seconds before each run: threads of the one before may still spi
 
 
 class Case(NamedTuple):
-    """
-    One of the things that are compared. labels: what its row begins with, a dict. step: what is timed. setup: None, or
-    a function of the round's number, which is called before step and not timed; step gets what it returns. per: how
-    many steps or tokens a call makes; the figures are for one of them.
-    """
-    labels: dict
-    step: Callable
-    setup: Callable = None
-    per: float = 1
+    """One of the things that are compared."""
+    labels: dict            # what its row begins with
+    step: Callable          # what is timed
+    setup: Callable = None  # called before with the number of the round, and not timed; step gets what it returns
+    per: float = 1          # how many steps or tokens a call makes; the figures are for one of them
 
 
 @dataclass
@@ -80,16 +76,13 @@ def take_turns(cases, repeats, what):
 
 class Part(NamedTuple):
     """
-    A part of a mode of bench.py. rows: a function of what is asked for that yields lists of rows; each list is printed
-    when it is there, as a `table` of names. title: of the tables. minutes: with its own settings, on two cores.
-
-    What is asked for has all settings of the script by name. Of these shapes, batches and lengths are lists, or None
-    for what the part has by itself.
+    A part of a mode of bench.py. What is asked for has all settings of the script by name. Of these shapes, batches and
+    lengths are lists, or None for what the part has by itself.
     """
-    rows: Callable
-    minutes: float
-    title: str
-    names: str
+    rows: Callable  # of what is asked for: yields lists of rows, each of which is printed when it is there
+    minutes: float  # with its own settings, on two cores
+    title: str      # of the tables
+    names: str      # of their columns
 
 
 def shown(name, figure):

@@ -35,10 +35,10 @@ waiting = []             # processes that wait for a question
 
 def grammar_of(kind, text):
     """
-    The grammar of a form, a text that llguidance reads. kind, text: json_schema, a JSON schema as text; regex, a regular
-    expression (Rust's, which the whole text matches); choice, texts, a tuple; grammar, llguidance's kind of Lark, or
-    llama.cpp's GBNF; tools, the grammar of their calls. ValueError if it cannot be read or takes too long to compile.
-    Other errors are not found here.
+    The grammar of a form, a text that llguidance reads. kind, text: json_schema, a JSON schema as text; regex, a
+    regular expression (Rust's, which the whole text matches); choice, texts, a tuple; grammar, llguidance's kind of
+    Lark, or llama.cpp's GBNF; tools, the grammar of their calls. ValueError if it cannot be read or takes too long to
+    compile. Other errors are not found here.
     """
     n = len(text) if kind != 'choice' else sum(map(len, text))
     if n > MOST_CHARACTERS:

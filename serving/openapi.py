@@ -11,15 +11,12 @@ ERROR = {'type': 'object', 'required': ['error'], 'properties': {'error': {
 
 
 class Endpoint(NamedTuple):
-    """
-    What is answered at an address. handler: called with the `Service` and, if there is one, the body; its docstring is
-    the summary. answer: its content type. key: does it need the API key, where there is one?
-    """
+    """What is answered at an address."""
     method: str
     path: str
-    handler: Callable
-    answer: str = 'application/json'
-    key: bool = True
+    handler: Callable                 # of the `Service` and the body or the request; its docstring is the summary
+    answer: str = 'application/json'  # its content type
+    key: bool = True                  # does it need the API key, where there is one?
     body: type | None = None
 
     def operation(self, has_key):

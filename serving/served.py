@@ -20,18 +20,14 @@ MOST_ENTRIES = 2**20  # of one answer: token ids and log probabilities, some 60 
 
 @dataclass(frozen=True)
 class Served:
-    """
-    The model that is served: its name, its tokenizer, the bytes of each token id (a list of vocab_size), and the most
-    tokens that a request may have with its answer. defaults: of the sampling fields that a body leaves out, see
-    `formats.pretrained.generation_defaults`. aliases: other names that requests may use.
-    """
+    """The model that is served."""
     name: str
     tokenizer: object
-    token_bytes: list
-    max_tokens: int
+    token_bytes: list     # of each token id
+    max_tokens: int       # of a request with its answer
     created: int = 0
-    defaults: dict = field(default_factory=dict)
-    aliases: tuple = ()
+    defaults: dict = field(default_factory=dict)  # of sampling fields that a body leaves out, see `generation_defaults`
+    aliases: tuple = ()   # other names that requests may use
 
     def check_name(self, model):
         """APIError 404 unless the model is this one, or not named."""

@@ -23,30 +23,23 @@ TIMEOUT = 300  # seconds that an answer may take
 
 
 class Ask(NamedTuple):
-    """
-    What a client asks for: n_new tokens after prompt, a list of token ids. leaves: how many parts of the answer come
-    before the client goes away. 0: it goes as soon as it has asked. None: it stays. seed: of tokens that are drawn;
-    None takes the likeliest. salt: prompts are remembered for those of the same salt only.
-    """
-    prompt: list
+    """What a client asks for: n_new tokens after a prompt."""
+    prompt: list  # token ids
     n_new: int
-    leaves: int | None = None
-    seed: int | None = None
-    salt: str = ''
+    leaves: int | None = None  # after so many parts of the answer it goes away; 0 as soon as it has asked
+    seed: int | None = None    # of tokens that are drawn; None takes the likeliest
+    salt: str = ''             # prompts are remembered for those of the same salt only
 
 
 @dataclass(slots=True)
 class Answer:
-    """
-    What came, in seconds of `time.perf_counter`. began: when the request was sent. first, end: of the first and the
-    last bytes of the stream. error: '' if all tokens came, 'left' if the client went away.
-    """
+    """What came, in seconds of `time.perf_counter`."""
     ask: Ask
-    began: float
-    first: float = 0.0
-    end: float = 0.0
+    began: float        # when the request was sent
+    first: float = 0.0  # when the first bytes of the stream came
+    end: float = 0.0    # and the last ones
     n_tokens: int = 0
-    error: str = ''
+    error: str = ''     # '' if all tokens came, 'left' if the client went away
     data: bytes = b''
 
     @property
