@@ -21,12 +21,7 @@ class Conversation:
     """
     engine: an `engine.Engine` of a chat model; its pool remembers what was said. tokenizer: has a chat_template.
     system: the system message, '' for none. variables: of the chat template, see `ChatTemplate.render`. seed, how: of
-    the draws, see `decode.draw.DrawSettings`.
-
-    messages: what was said after the system message, dicts with role and content. n_kept, n_new, n_drawn: how many
-    tokens of the last prompt were in the cache already, how many were computed, and how many its answer has. cut: why
-    the answer ended, if the model has not ended it. n_answers: so far; answer number i draws with seed + i, because
-    answers with the same noise resemble each other. ValueError if the model has no chat template.
+    the draws, see `decode.draw.DrawSettings`. ValueError if the model has no chat template.
     """
 
     def __init__(self, engine, tokenizer, system='', variables=(), seed=0, **how):
@@ -36,7 +31,10 @@ class Conversation:
         self.engine, self.tokenizer, self.seed, self.how = engine, tokenizer, seed, how
         self.system, self.variables = system, variables
         self.token_bytes = tokenizer.bytes_of_tokens(engine.model.config.vocab_size, skip_special=True)
-        self.messages, self.n_answers, self.n_kept, self.n_new, self.n_drawn, self.cut = [], 0, 0, 0, 0, ''
+        self.messages = []  # what was said after the system message, dicts with role and content
+        self.n_answers = 0  # number i draws with seed + i, because answers with the same noise resemble each other
+        self.n_kept = self.n_new = 0  # tokens of the last prompt that were in the cache already, and that were computed
+        self.n_drawn, self.cut = 0, ''  # tokens of its answer, and why that ended, if the model has not ended it
 
     def stop(self, *signal_and_frame):
         """End the answer after the present call of the executor; also a handler of signals."""

@@ -6,41 +6,35 @@ AHEAD_OF_STOPS = 8  # the same where a stop string may come: tokens after it are
 
 class Sequence:
     """
-    tokens: of the prompt, and those that were drawn, a list. n_prompt: the length of the prompt. n_end: the number of
-        tokens with which it ends.
-    settings: its `decode.draw.DrawSettings`. ended: None while it goes on, then why not: 'stop', 'length', 'abort' or
-        'error'; error: the exception.
-
-    n_computed: the number of positions of its context whose keys and values the pool has. What else the pool keeps of
-        it: table (or cells), runs, n_writable, prefixes; see `kvcache.pages.PagePool`. n_found: how many tokens
-        of the prompt the pool remembered when the sequence first ran, None before.
-
-    max_positions, n_keep, keep: when a full context (max_positions tokens) gets another one, it is cut to its first
-        n_keep and its last `keep` tokens. With keep = max_positions the context moves by one token, as in nanoGPT.
-    most_ahead: how many tokens it draws in a call at most. salt: of the pages that it may share.
-    prompt_logits: are the logits of the prompt's tokens wanted, from number logits_from on? These tokens are computed
-        then, whatever is remembered. logprobs: are the logits wanted from which its tokens are drawn?
-    siblings: sequences with the same prompt, which begin as forks of this one when all but its last token is computed.
-    rank: the order of arrival; the scheduler prefers the lowest. n_failed: how many calls of it have failed.
-    constraint: None, or what says which tokens may come next, see `serving.constraints.Constraint`. It follows the
-        tokens that were drawn.
-    owner: whom its text is for; others set it, and the engine does not look at it.
+    When a full context (max_positions tokens) gets another token, it is cut to its first n_keep and its last `keep`
+    tokens. With keep = max_positions the context moves by one token, as in nanoGPT.
     """
 
     def __init__(self, prompt, settings, max_new_tokens, max_positions, n_keep=0, keep=None, salt='',
                  prompt_logits=False, logprobs=False, most_ahead=MOST_AHEAD, logits_from=0):
-        self.tokens, self.n_prompt, self.settings = list(prompt), len(prompt), settings
-        self.n_end, self.ended, self.error = self.n_prompt + max_new_tokens, None, None
+        self.tokens, self.n_prompt = list(prompt), len(prompt)  # of the prompt, and those that were drawn
+        self.n_end = self.n_prompt + max_new_tokens  # the number of tokens with which it ends
+        self.settings = settings  # its `decode.draw.DrawSettings`
+        self.ended = self.error = None  # why it does not go on: 'stop', 'length', 'abort', or 'error' and the exception
         self.max_positions, self.n_keep = max_positions, n_keep
         self.keep = max_positions if keep is None else keep
-        self.salt, self.prompt_logits, self.logprobs, self.most_ahead = salt, prompt_logits, logprobs, most_ahead
-        self.logits_from = logits_from
-        self.siblings, self.rank, self.n_failed, self.n_found, self.owner, self.constraint = [], (), 0, None, None, None
+        self.salt = salt              # of the pages that it may share
+        # are the logits of the prompt's tokens wanted, from this number on? They are computed then, even if remembered
+        self.prompt_logits, self.logits_from = prompt_logits, logits_from
+        self.logprobs = logprobs      # are the logits wanted from which its tokens are drawn?
+        self.most_ahead = most_ahead  # tokens that it draws in a call, at most
+        self.siblings = []            # of the same prompt, which begin as forks when all but its last token is computed
+        self.rank = ()                # the order of arrival; the scheduler prefers the lowest
+        self.n_failed = 0             # calls of it that have failed
+        self.n_found = None           # how many tokens of the prompt the pool remembered when it first ran
+        self.constraint = None        # what says which tokens may come next, a `serving.constraints.Constraint`
+        self.owner = None             # whom its text is for; others set it, and the engine does not look at it
         self.forget()
 
     def forget(self):
         """Nothing of it is computed, and the pool does not know it."""
-        self.n_computed, self.table, self.cells, self.runs, self.n_writable, self.prefixes = 0, [], None, None, 0, []
+        self.n_computed = 0  # positions of its context whose keys and values the pool has
+        self.table, self.cells, self.runs, self.n_writable, self.prefixes = [], None, None, 0, []  # see `PagePool`
 
     def __lt__(self, other):
         return self.rank < other.rank

@@ -45,22 +45,21 @@ class DeadEnd(ValueError):
 
 class Constraint:
     """
-    Which tokens of a sample may come next. beginning: llguidance's matcher after no token. ends: the tokens that end
-    the sample, allowed where the text may end; the draw takes them only after min_tokens others.
-
-    allowed: a bitmap, see `decode.draw.DrawSettings`, for the token that follows the first n_taken drawn ones. n_taken
-    is None until `write` has written it. is_complete: may nothing follow? error: None, or why the text cannot go on: a
-    `DeadEnd` if the vocabulary lacks what must follow, or if the form is too large for the library, and a RuntimeError
-    if a token came that was not allowed.
-
-    tag: the form is that of what follows these bytes; before them all tokens are allowed but the ends and what goes on
-    behind the tag. tail: the last bytes, as long as the tag may come in them.
+    Which tokens of a sample may come next. ends: the tokens that end the sample, allowed where the text may end; the
+    draw takes them only after min_tokens others. tag: the form is that of what follows these bytes; before them all
+    tokens are allowed but the ends and what goes on behind the tag.
     """
 
     def __init__(self, vocabulary, beginning, ends=(), min_tokens=0, tag=b''):
-        self.vocabulary, self.beginning, self.matcher, self.min_tokens = vocabulary, beginning, None, min_tokens
-        self.allowed, self.ends = bitmap([], vocabulary.end), bitmap(ends, vocabulary.end)
-        self.n_taken, self.n_new, self.is_complete, self.error, self.tag, self.tail = None, 0, False, None, tag, b''
+        self.vocabulary, self.beginning, self.matcher = vocabulary, beginning, None  # matchers; one after no token
+        self.ends, self.min_tokens = bitmap(ends, vocabulary.end), min_tokens
+        self.allowed = bitmap([], vocabulary.end)  # of the token after the first n_taken, see `DrawSettings`
+        self.n_taken, self.n_new = None, 0         # n_taken is None until `write` has written it
+        self.is_complete = False                   # may nothing follow?
+        # why the text cannot go on: a `DeadEnd` if the vocabulary lacks what must follow, or if the form is too large
+        # for the library, and a RuntimeError if a token came that was not allowed
+        self.error = None
+        self.tag, self.tail = tag, b''             # tail: the last bytes, as long as the tag may come in them
 
     def behind(self, tag):
         """The constraint of what follows a tag, a text, in a sample."""

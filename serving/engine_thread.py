@@ -27,15 +27,15 @@ class QueueFull(Exception):
 
 
 class OpenRequest:
-    """
-    A request that has not ended. sequences: its own, empty before it begins. going: the numbers of its samples that go
-    on. begun: was anything of it delivered? outputs: what is not delivered yet; delivered: when the last ones were.
-    prompt_logprobs: `Logprobs` of the prompt's tokens so far, from the second on.
-    """
+    """A request that has not ended."""
 
     def __init__(self, request):
-        self.request, self.sequences, self.going, self.begun = request, [], {*range(request.n)}, False
-        self.prompt_logprobs, self.outputs, self.time, self.delivered = [], [], time.monotonic(), float('-inf')
+        self.request, self.time = request, time.monotonic()
+        self.sequences = []               # its own, empty before it begins
+        self.going = {*range(request.n)}  # the numbers of its samples that go on
+        self.outputs = []                 # that are not delivered yet
+        self.begun, self.delivered = False, float('-inf')  # was anything delivered, and when was the last of it?
+        self.prompt_logprobs = []         # `Logprobs` of the prompt's tokens so far, from the second on
 
     @property
     def has_prompt(self):
