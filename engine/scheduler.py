@@ -16,7 +16,7 @@ MOST_LONG = 4       # long prompts that are read at a time; a long one lacks a M
 class Scheduler:
     """
     pool: nothing else begins or frees its sequences. budget: the largest number of tokens that a step computes.
-    most_running: sequences at a time. at_once: the most tokens of one sequence in a step.
+    most_running: sequences at a time.
 
     The oldest sequences come first. Each that runs gets one token of a step, as far as the budget goes. Half of the
     rest goes to the oldest that lacks more. What then remains goes to those that lack least, one after the other. So a
@@ -24,12 +24,6 @@ class Scheduler:
     waits again; its tokens are computed anew later. So the oldest one always advances. A sequence begins to run if
     there are slots for all of its tokens (with a window: for the first step), and one more page for each running
     sequence that will need one.
-
-    going: all sequences that have not ended, in order of age. running, waiting: of these, also by age; siblings are in
-    neither before they begin. Counts so far: n_preempted; n_looked_up and n_found, the tokens of prompts that were
-    looked for, and found, in remembered pages.
-    suspects: groups of the sequences of a call that has failed. Each group is tried apart: while there are any, a call
-    has sequences of the first group only.
     """
 
     def __init__(self, pool, budget, most_running):
@@ -39,9 +33,12 @@ class Scheduler:
             raise ValueError(f"at least 1 sequence must be allowed to run, not {most_running}")
         self.pool, self.budget = pool, budget
         self.most_running = min(most_running, pool.most_sequences)
-        self.at_once = pool.window + 1 if pool.window else self.budget
-        self.going, self.running, self.waiting, self.suspects = {}, [], [], []  # going: {sequence: None}
-        self.n_added = self.n_preempted = self.n_looked_up = self.n_found = 0
+        self.at_once = pool.window + 1 if pool.window else self.budget  # tokens of one sequence in a step, at most
+        self.going = {}  # {sequence: None} of all that have not ended, in order of age
+        self.running, self.waiting = [], []  # of these, also by age; siblings are in neither before they begin
+        self.suspects = []  # groups of sequences of a call that failed: while there are any, only the first is tried
+        self.n_added = self.n_preempted = 0
+        self.n_looked_up = self.n_found = 0  # tokens of prompts that were looked for, and found, in remembered pages
         self.no_room = None  # when a sequence found no room: (the sequence, free pages, how many ran)
         self.n_growing = None  # of those that run, how many will need another page; None: to be counted
 

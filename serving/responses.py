@@ -114,16 +114,14 @@ def renamed(error):
 
 
 class ModelResponse(ChatCompletion):
-    """
-    The answer to a `ResponseBody`. items: the items of its output so far. part: the text, or the thoughts, in the last
-    item, while more of it may come, else None. logprobs: of tokens whose text has not come yet. n_left_out: how many
-    tokens of thoughts, which have none. events: the bytes of events that are not sent yet.
-    """
+    """The answer to a `ResponseBody`."""
 
     def __init__(self, id, body, served, requests):
         super().__init__(id, body, served, requests)
-        self.items, self.part, self.events, self.n_events = [], None, b'', 0
-        self.logprobs, self.n_left_out = [], 0
+        self.items = []  # of its output so far
+        self.part = None  # the text, or the thoughts, in the last item, while more of it may come
+        self.logprobs, self.n_left_out = [], 0  # of tokens whose text has not come yet; thoughts, so many, have none
+        self.events, self.n_events = b'', 0  # that are not sent yet, as bytes; how many there were
 
     def object(self):
         self.take()
