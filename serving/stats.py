@@ -60,20 +60,11 @@ class Stats:
         yield finished
 
     def snapshot(self):
-        """
-        The dict of `EngineThread.state`:
-
-        time: seconds, monotonic. page_size, n_blocks: of the pool.
-        blocks: for each block {'samples': which have it, a list of [request id, index]; 'remembered': can it be found?;
-        'text': of the tokens in it}.
-        running, waiting: samples by age, {'id': of the request, 'index', 'n_prompt': tokens of the prompt, 'n_tokens':
-        with its own, 'computed': how many are in the cache, 'blocks': its block table, with None where the window has
-        passed}.
-        counters: {name: value} of GAUGES and COUNTERS.
-        """
+        """The dict of `EngineThread.state`: the blocks of the pool, samples by age, and the values of all metrics."""
         size = self.pool.page_size
-        blocks = [{'samples': [], 'remembered': prefix is not None, 'text': self.text(prefix.tokens if prefix else ())}
-                  for prefix in self.pool.prefix_of]
+        blocks = [{'samples': [],                     # that have it, as [request id, index]
+                   'remembered': prefix is not None,  # can it be found?
+                   'text': self.text(prefix.tokens if prefix else ())} for prefix in self.pool.prefix_of]
         for s in self.scheduler.running:
             for i, page in enumerate(s.table):
                 if page is not None:
@@ -86,5 +77,6 @@ class Stats:
                 'counters': {name: value(self) for name, (_, value) in (GAUGES | COUNTERS).items()}}
 
     def shown(self, s):
+        """A sample. computed: tokens in the cache. blocks: its table, with None where the window has passed."""
         return {'id': s.owner.live.request.id, 'index': s.owner.index, 'n_prompt': s.n_prompt,
                 'n_tokens': len(s.tokens), 'computed': s.n_computed, 'blocks': s.table[:]}
