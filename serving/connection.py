@@ -19,15 +19,13 @@ MOST = 1000 if MOST_FILES < 0 else max(4, min(1000, MOST_FILES - 48))  # connect
 
 
 class Connection(HttpToolsProtocol):
-    """
-    n_head: bytes of the next head that have come; None within a body. last: the last 9 bytes that came, because two
-    packets may split the name of a header. state, since: what `check` found last, and when it was new.
-    """
     told = False  # does stderr say that there are too many?
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        self.n_head, self.last, self.state, self.since = 0, b'', None, 0.0
+        self.n_head = 0  # bytes of the next head that have come; None within a body
+        self.last = b''  # the last 9 bytes that came, because two packets may split the name of a header
+        self.state, self.since = None, 0.0  # what `check` found last, and when it was new
         if len(self.connections) > MOST:
             if not Connection.told:
                 print(f"there are {MOST} connections, the most that there may be: others are refused", file=sys.stderr)
