@@ -197,6 +197,8 @@ def test_calls_without_tags(written, n):
         unclosed + HERMES.closes)) == 2  # each when it is complete
     assert Reader(HERMES, ['add']).push((HERMES.opens + '"') * 50_000, last=True)  # in time
     assert read(HERMES, unclosed, [3, 20])[1] == [('add', dict(a=1))]
+    broken = HERMES.opens + '{"name": "add, "arguments": {}}' + HERMES.closes  # hides no call behind it
+    assert read(HERMES, broken + unclosed + HERMES.closes, [3, 20])[1] == [('add', dict(a=1))]
 
 
 @pytest.mark.parametrize('written, arguments', [
