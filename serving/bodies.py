@@ -413,7 +413,8 @@ class ConversationFields(Strict):
         efforts = {'reasoning_effort': self.effort} if self.effort not in (None, 'none') else {}
         switches = [self.effort and self.effort != 'none', self.thinking and self.thinking.type != 'disabled',
                     self.reasoning.enabled, self.enable_thinking]
-        return efforts | {'enable_thinking': switch for switch in switches if switch is not None}  # the last one counts
+        given = [switch for switch in switches if switch is not None]
+        return efforts | ({'enable_thinking': given[-1]} if given else {})
 
 
 class ChatBody(GenerationBody, ConversationFields):
