@@ -136,17 +136,6 @@ def read(form, text, cuts, most=9):
     return pieces, [(p.name, json.loads(p.arguments)) for p in pieces if isinstance(p, Call)]
 
 
-@given(st.lists(st.sampled_from(['"', '\\', '</tool_call>', '<', 'a', '\n']), max_size=14).map(''.join))
-def test_a_closing_tag_counts_outside_of_texts(text):
-    """The judge counts the quotes before each tag, which takes long where there are many."""
-    tag = '</tool_call>'
-    ends = [i for i in range(len(text)) if text.startswith(tag, i)
-            and text[:i].replace('\\\\', '').replace('\\"', '').count('"') % 2 == 0]
-    expected = (text[:ends[0]], tag, text[ends[0] + len(tag):]) if ends else (text, '', '')
-    assert Reader(HERMES, []).cut(text) == expected
-    assert Reader(HERMES, []).cut('"' + tag * 50_000) == ('"' + tag * 50_000, '', '')
-
-
 @given(st.lists(SAID | A_CALL, max_size=5), CUTS, st.sampled_from(['\n', '', ' \n']), st.booleans())
 def test_calls_are_found_in_any_pieces(parts, cuts, blank, listed):
     """Texts are kept to the character but for blanks beside calls; where there are no calls, entirely."""
@@ -195,7 +184,8 @@ def test_calls_without_tags(written, n):
     reader = Reader(HERMES, ['add'])
     assert len(reader.push('<tool_call>{"name": "no", "arguments": {"a": "<tool_call>"}}</tool_call>') + reader.push(
         unclosed + HERMES.closes)) == 2  # each when it is complete
-    assert Reader(HERMES, ['add']).push((HERMES.opens + '"') * 50_000, last=True)  # in time
+    for many in HERMES.opens + '"', HERMES.closes:  # in time
+        assert Reader(HERMES, ['add']).push(HERMES.opens + '"' + many * 50_000, last=True)
     assert read(HERMES, unclosed, [3, 20])[1] == [('add', dict(a=1))]
 
 
