@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 from conftest import ROOT, SERVING, needs, sizes
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chat.template import ChatTemplate
@@ -136,6 +136,7 @@ def read(form, text, cuts, most=9):
     return pieces, [(p.name, json.loads(p.arguments)) for p in pieces if isinstance(p, Call)]
 
 
+@example([('add', {'a"\\': '</tool_call>"\\'}), 'so'], [], '', False)  # a closing tag counts outside of texts
 @given(st.lists(SAID | A_CALL, max_size=5), CUTS, st.sampled_from(['\n', '', ' \n']), st.booleans())
 def test_calls_are_found_in_any_pieces(parts, cuts, blank, listed):
     """Texts are kept to the character but for blanks beside calls; where there are no calls, entirely."""
