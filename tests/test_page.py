@@ -339,33 +339,28 @@ def test_squares_agree_with_the_cache(page):
 
 @pytest.mark.parametrize('width, scheme', sizes([(390, 'dark')], [
     (width, scheme) for width in (390, 1280) for scheme in ('dark', 'light')]))
-def test_pictures(chat, width, scheme, tmp_path):
+def test_the_look_of_a_chat(chat, width, scheme):
     """
-    Of each state, in the test's folder, to be looked at, in the full run. Nothing is wider than its place, text stands
-    out from its background (WCAG: a contrast of 4.5), and an error stands where one looks, also after a paste that
-    fills its field; it goes with New chat, and with a setting.
+    Nothing is wider than its place, text stands out from its background (WCAG: a contrast of 4.5), and an error stands
+    where one looks, also after a paste that fills its field; it goes with New chat, and with a setting.
     """
-    def look(name, *selectors):
-        check_look(chat, scheme, *selectors)
-        assert sizes(True, False) or chat.browser.save_screenshot(str(tmp_path / f'{name}-{width}-{scheme}.png'))
+    look = partial(check_look, chat, scheme)
     with shown(chat, width, scheme, 860):
         chat['#settings summary'].click()
-        look('empty', 'label[for=message]', '#new', 'summary', '#set')
+        look('label[for=message]', '#new', 'summary', '#set')
         chat.ask('a word of more than its line: ' + 'x' * 80)
-        look('plain', '.asked pre', '.asked button', '.text', '.sample footer', '.found')
+        look('.asked pre', '.asked button', '.text', '.sample footer', '.found')
         chat.hear('And in Markdown?')
         chat.speak(MARKDOWN[:330])
-        look('streaming')
+        look()
         chat.speak(MARKDOWN[330:], end='stop')
-        look('answer', *('.text ' + each for each in (
+        look(*('.text ' + each for each in (
             'h3', 'code', 'a', 'blockquote', 'th', 'td', '.code span', '.code button', '.code code')))
         assert chat.visible('.turn:last-child footer')
-        chat.browser.execute_script("document.querySelector('.turn:last-child').scrollIntoView()")
-        look('beginning')
         chat.press('Edit turn 2')
         chat['#shelf summary'].click()
         chat.wait(lambda: chat.all('#list .name'))
-        look('list', '#list .name', '#list time', '#list button')
+        look('#list .name', '#list time', '#list button')
         chat['#shelf summary'].click()
         chat['#settings summary'].click()
         for forget in (partial(chat.fill, seed=7), chat['#new'].click):
@@ -373,21 +368,19 @@ def test_pictures(chat, width, scheme, tmp_path):
             chat.go()
             assert 'largest prompt' in chat.text('#error') and chat.visible('#error') and chat.visible('#go')
             assert chat.text('#error')[0].isupper() and chat['#message'].get_property('value') == 'a word\n' * 500
-            look('error', '#error', '#settings label', '#settings output', '#inspector')
+            look('#error', '#settings label', '#settings output', '#inspector')
             forget()
             assert not chat['#error'].is_displayed()
         assert not chat.turns()
 
 
 @pytest.mark.parametrize('width, scheme', sizes([(390, 'dark')], [(390, 'light'), (1280, 'dark')]))
-def test_pictures_of_samples(page, width, scheme, tmp_path):
+def test_the_look_of_samples(page, width, scheme):
     with shown(page, width, scheme, 860):
-        page.engine.allow(float('inf'))
         page['#settings summary'].click()
         page.fill(prompt=PROMPT, n=2, max_tokens=30)
         page.go()
         check_look(page, scheme, 'label[for=prompt]', '#samples pre', '#samples .given', '#samples footer', '#go')
-        assert sizes(True, False) or page.browser.save_screenshot(str(tmp_path / f'samples-{width}-{scheme}.png'))
 
 
 @contextmanager
@@ -731,31 +724,23 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
         assert chat.press('Delete A name', end) == 'Delete “A name”?'
     assert not chat.turns() and names() == ['another <i>question</i>'] and chat.focused() == 'message'
 
-    one = chat.browser.current_window_handle
-    chat.browser.switch_to.new_window('tab')
-    try:
-        chat.open()
-        chat['#shelf summary'].click()
+    with second_tab(chat):
         chat.wait(lambda: names() == ['another <i>question</i>'])
         assert not chat.turns()
         chat.press('Delete another <i>question</i>', 'accept')
         assert not names() and chat.focused() == 'new'
-    finally:
-        chat.browser.close()
-        chat.browser.switch_to.window(one)
     chat.wait(lambda: not names())
 
 
 @contextmanager
 def second_tab(chat):
-    """A tab beside this one, with the newest chat. Yields a function that goes to the tab of a number, 0 or 1."""
+    """A tab beside this one, which shows the names of chats. Yields a function that goes to a tab, number 0 or 1."""
     one = chat.browser.current_window_handle
     chat.browser.switch_to.new_window('tab')
     tabs = one, chat.browser.current_window_handle
     try:
         chat.open()
         chat['#shelf summary'].click()
-        chat.wait(lambda: chat.all('#list .name'))[0].click()
         yield lambda number: chat.browser.switch_to.window(tabs[number])
     finally:
         chat.browser.switch_to.window(tabs[1])
@@ -769,7 +754,8 @@ def test_a_chat_goes_on_in_two_tabs(chat):
     begun = chat.turns()
     chat['#shelf summary'].click()
     with second_tab(chat) as go_to:
-        chat.wait(lambda: chat.turns() == begun)
+        chat.wait(lambda: chat.all('#list .name'))[0].click()
+        assert chat.turns() == begun
         chat.engine.allow(3)
         chat.say('long')
         chat.wait(lambda: len(chat.turns()) == 4 and chat.turns()[3]['content'])
@@ -793,6 +779,7 @@ def test_a_reload_shows_what_another_tab_has_written(chat):
     """Also where this one had a turn open, and so did not show it before."""
     chat.ask('first')
     with second_tab(chat) as go_to:
+        chat.wait(lambda: chat.all('#list .name'))[0].click()
         chat.press('Edit turn 1')
         go_to(0)
         chat.ask('second')
