@@ -163,12 +163,11 @@ def test_a_pipe(monkeypatch, capsys):
 
 # a real process on a terminal, as people meet it
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
+@pytest.fixture
+def folder(tmp_path):
     """A chat model in Hugging Face format, with a context of 8,192 tokens."""
-    path = tmp_path_factory.mktemp('chat') / 'model'
-    to_huggingface(gpt(**LLAMA | dict(block_size=8192)), str(path), chat_tokenizer())
-    return path
+    to_huggingface(gpt(**LLAMA | dict(block_size=8192)), str(tmp_path / 'model'), chat_tokenizer())
+    return tmp_path / 'model'
 
 
 class Terminal:
@@ -249,16 +248,12 @@ def test_a_terminal(folder):
 
 
 def test_settings_of_the_draw_are_those_of_the_folder_unless_they_are_given(folder):
-    path = folder / 'generation_config.json'
-    before = path.read_text('utf-8')
-    path.write_text(json.dumps(dict(temperature=0.5, top_k=1, top_p=0.9, repetition_penalty=1.0)), 'utf-8')
+    settings = dict(temperature=0.5, top_k=1, top_p=0.9, repetition_penalty=1.0)
+    (folder / 'generation_config.json').write_text(json.dumps(settings), 'utf-8')
     chat = partial(run, folder, os.path.join(ROOT, 'sample.py'), f'--init_from={folder}', '--chat', '--device=cpu',
                    '--start=Hello', '--max_new_tokens=30', '--threads=1')
-    try:
-        of_file, greedy = chat(), chat('--generation_config=none', '--temperature=0')
-        given = chat('--top_k=0', '--temperature=5.0', '--top_p=1.0')
-    finally:
-        path.write_text(before, 'utf-8')
+    of_file, greedy = chat(), chat('--generation_config=none', '--temperature=0')
+    given = chat('--top_k=0', '--temperature=5.0', '--top_p=1.0')
     assert of_file.stdout == greedy.stdout != given.stdout
     assert 'sampling: temperature=0.5, top_k=1, top_p=0.9, repetition_penalty=1.0 (generation_config.json' in (
         of_file.stderr)

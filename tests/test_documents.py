@@ -104,8 +104,7 @@ def test_the_docstring_of_a_package_lists_its_files(package):
 
 
 def test_what_the_demo_imports_is_in_its_requirements():
-    with open(os.path.join(ROOT, 'requirements.txt')) as f:
-        required = {re.match(r'[\w-]+', line)[0] for line in f}
+    required = {*re.findall(r'^[\w-]+', text_of('requirements.txt'), re.M)}
     assert {'torch', 'numpy', 'numba', 'tiktoken', 'requests', 'tqdm', 'safetensors', 'matplotlib'} <= required
 
 

@@ -198,8 +198,7 @@ def test_prompts_are_shown_to_the_machine_itself_or_behind_the_key(drawing):
     async def cache():
         async with httpx.AsyncClient(transport=away, base_url='http://192.0.2.2') as client:
             return (await client.get('/cache')).json()
-    import anyio
-    state = anyio.run(cache)
+    state = asyncio.run(cache())
     assert len(state['blocks']) == 96 and not any(block['text'] for block in state['blocks'])
     engine = spelling_engine()
     with serving(engine, api_key='secret') as client:
@@ -604,23 +603,20 @@ def test_few_wait_for_a_thread_and_nobody_for_long(monkeypatch, bound, value):
 
 @pytest.mark.parametrize('stream', [True, False])
 def test_a_drain_has_a_limit(stream):
-    engine, answers = spelling_engine(n_allowed=0), []
-    with serving(engine, drain_seconds=0) as client:
-        def ask():
-            answers.append(client.post('/v1/completions', json=dict(prompt='a', stream=stream)))
-        thread = threading.Thread(target=ask)
-        thread.start()
+    engine = spelling_engine(n_allowed=0)
+    with serving(engine, drain_seconds=0) as client, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, '/v1/completions', json=dict(prompt='a', stream=stream))
         engine.until(lambda: engine.live)
         engine.step()
         client.process.handle_exit(signal.SIGTERM, None)
-        thread.join(20)
+        answer = asked.result(20)
         client.thread.join(20)
         assert not client.thread.is_alive() and engine.stats.finished == {'abort': 1}
     if stream:
-        *_, error, done = events(answers[0].content)
+        *_, error, done = events(answer.content)
         assert error['error']['type'] == 'service_unavailable' and done == b'[DONE]'
     else:
-        assert answers[0].status_code == 503
+        assert answer.status_code == 503
 
 
 def test_an_engine_that_has_ended_ends_the_server(engine):
