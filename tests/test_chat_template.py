@@ -83,8 +83,7 @@ def n_refused(ours, theirs, conversations):
 
 @pytest.mark.parametrize('name', TEMPLATES)
 def test_the_text_is_that_of_transformers(name):
-    theirs = their_tokenizer()
-    theirs.chat_template = TEMPLATES[name]
+    theirs = their_tokenizer(TEMPLATES[name])
     conversations = [(conversation(random.Random(seed)), None) for seed in range(60)]
     assert (n_refused(ChatTemplate(TEMPLATES[name], SPECIAL), theirs, conversations) > 0) == (name == 'mistral')
 
@@ -101,18 +100,17 @@ VARIABLES = [{}, dict(enable_thinking=False), dict(enable_thinking=True), dict(a
              dict(continue_final_message=True), dict(continue_final_message=True, trims=True)]
 
 
-def their_tokenizer():
-    """A tokenizer of transformers with the special tokens SPECIAL, whose chat template is still to be given."""
+def their_tokenizer(template):
+    """A tokenizer of transformers with this chat template and the special tokens SPECIAL."""
     transformers = pytest.importorskip('transformers', reason="transformers is not installed")
     tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a')), **SPECIAL)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a'))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template, **SPECIAL)
 
 
 @pytest.mark.parametrize('source', [THINKS, SMOLLM2, MISTRAL])
 def test_variables_reach_the_template_as_from_transformers(source):
-    theirs = their_tokenizer()
-    theirs.chat_template, ours = source, ChatTemplate(source, SPECIAL)
+    theirs, ours = their_tokenizer(source), ChatTemplate(source, SPECIAL)
     for variables, content in itertools.product(VARIABLES, ("According to ", " a\n", "x", "")):
         continued = 'continue_final_message' in variables
         messages = [dict(role='user', content='Hi'), dict(role='assistant', content=content)]

@@ -82,10 +82,8 @@ def conversation(rng):
 
 @pytest.mark.parametrize('name', [*TEMPLATES, 'llama4', 'named'])
 def test_the_text_with_tools_is_that_of_transformers(name, tmp_path):
-    source, theirs = TEMPLATES.get(name), their_tokenizer()
-    if name == 'llama4':
-        source = real_llama()
-    theirs.chat_template = source
+    source = real_llama() if name == 'llama4' else TEMPLATES.get(name)
+    theirs = their_tokenizer(source)
     if name == 'named':  # as of Hermes 2 and 3
         named = [dict(name='default', template=CHAT + '\n'), dict(name='tool_use', template='\n' + QWEN + '\n')]
         (tmp_path / 'tokenizer_config.json').write_text(json.dumps(dict(chat_template=named)))
@@ -257,8 +255,7 @@ def test_the_openai_client_reads_calls_and_sends_them_back(saying, name, paralle
         says('It is 0°.')
         answer = ours.chat.completions.create(model='chat', messages=back, tools=TOOLS).choices[0]
         assert (answer.message.content, answer.finish_reason, answer.message.tool_calls) == ('It is 0°.', 'stop', None)
-    theirs = their_tokenizer()
-    theirs.chat_template = TEMPLATES[name]
+    theirs = their_tokenizer(TEMPLATES[name])
     called = [dict(id=c.id, type='function', function=dict(name=f, arguments=a))
               for c, (f, a) in zip(message.tool_calls, calls)]
     said = dict(content=message.content) if text else {}
