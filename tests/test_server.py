@@ -79,21 +79,23 @@ def refused(response, status):
 def test_streamed_samples_are_the_unstreamed(drawing):
     """
     With stop strings, several samples, and characters whose text may begin a stop string. No chunk of a sample follows
-    the one that has its finish_reason.
+    the one that has its finish_reason. Offsets count the characters of the prompt and of the chunks before.
     """
-    body = dict(n=4, max_tokens=60, seed=11, stop=['e', 'ab', '. '], return_token_ids=True)
+    body = dict(n=4, max_tokens=60, seed=11, stop=['e', 'ab', '. '], return_token_ids=True, logprobs=0)
     whole = ask(drawing, **body)['choices']
     data = drawing.post('/v1/completions', json={'prompt': TEXT, 'stream': True, **body}).content
-    texts, tokens, reasons = [''] * 4, [[] for _ in range(4)], [None] * 4
+    texts, tokens, offsets, reasons = [''] * 4, [[] for _ in range(4)], [[] for _ in range(4)], [None] * 4
     *streamed, done = events(data)
     for event in streamed:
         (choice,) = event['choices']
         assert reasons[choice['index']] is None
         texts[choice['index']] += choice['text']
         tokens[choice['index']] += choice['token_ids']
+        offsets[choice['index']] += choice['logprobs']['text_offset']
         reasons[choice['index']] = choice['finish_reason']
     assert done == b'[DONE]' and reasons == [choice['finish_reason'] for choice in whole]
     assert texts == [choice['text'] for choice in whole] and tokens == [choice['token_ids'] for choice in whole]
+    assert offsets == [[*range(len(TEXT), len(TEXT) + len(ids))] for ids in tokens]
     assert not any(stop in text for text in texts for stop in body['stop'])
     assert 'stop' in {choice['finish_reason'] for choice in whole} and len({*texts}) == 4
 

@@ -21,7 +21,6 @@ needs(*SERVING)
 from example_models import CHAT, gpt
 from example_models import LLAMA as LLAMA_MODEL
 from serving_process import chat_tokenizer_with, chatting
-from test_api import events
 from test_chat_template import SMOLLM2, SPECIAL, n_refused, their_tokenizer
 from toy_executor import Saying, toy_model
 
@@ -288,23 +287,6 @@ def test_a_conversation_goes_on_whatever_a_model_once_wrote(saying, given, expec
     item = dict(type='function_call', call_id='c', name='add', arguments=given)
     said = client.post('/v1/responses', json=dict(input=[item, dict(type='function_call_output', call_id='c')])).json()
     assert said['output'][0]['content'][0]['text'] == 'Yes.'
-
-
-@pytest.mark.parametrize('said', ['a < b, and no call', '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
-                                  '{"a": 1}', '<tool_call>{"name": "add", '])
-@pytest.mark.parametrize('name', ['qwen', 'llama'])
-def test_an_answer_without_a_call_is_a_text(saying, name, said):
-    client, says = saying(name)
-    says(said)
-    fields = dict(messages=[USER], tools=TOOLS, logprobs=True)
-    choice, = client.post('/v1/chat/completions', json=fields).json()['choices']
-    assert choice['message'] == dict(role='assistant', content=said, refusal=None) and choice['finish_reason'] == 'stop'
-    assert ''.join(each['token'] for each in choice['logprobs']['content']) == said + '<|im_end|>'
-    found = [event['choices'][0] for event in events(
-        client.post('/v1/chat/completions', json=fields | dict(stream=True)).content)[:-1]]
-    assert ''.join(each['delta']['content'] for each in found) == said and found[-1]['finish_reason'] == 'stop'
-    cut, = client.post('/v1/chat/completions', json=fields | dict(max_tokens=3, tool_choice='none')).json()['choices']
-    assert cut['finish_reason'] == 'length' and said.startswith(cut['message']['content'])
 
 
 @pytest.fixture(scope='module')
