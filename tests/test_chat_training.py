@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, run, sizes
-from example_models import CHAT, TIKTOKEN_CACHE, chat_tokenizer, needs_byte_pairs, sentencepiece_tokenizer
+from example_models import CHAT, chat_tokenizer, sentencepiece_tokenizer
 from test_chat_template import conversation
 from test_parallel import gloo, train_in  # noqa: F401
 from test_train import same
@@ -19,7 +19,7 @@ import checkpoint as checkpoints
 from chat import answers
 from chat.answers import scored_tokens
 from model import GPT, GPTConfig
-from tokenizer import CharTokenizer, GPT2Tokenizer, JSONTokenizer, read_text
+from tokenizer import CharTokenizer, JSONTokenizer, read_text
 from training.conversations import FIRST, SCORED, Conversations
 
 MARKED = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
@@ -90,7 +90,7 @@ def test_an_answer_with_the_text_of_its_end_is_refused():
             scored_tokens(with_template(chat_tokenizer(TEXTS), template), messages)
 
 
-def test_a_model_without_a_template_gets_the_plain_one(monkeypatch):
+def test_a_model_without_a_template_gets_the_plain_one():
     bare = JSONTokenizer(chat_tokenizer(TEXTS).json)
     for made in (answers.chat_tokenizer(bare), answers.chat_tokenizer(answers.chat_tokenizer(bare))):
         messages = [dict(role='system', content='Be '), dict(role='user', content='Hi'),
@@ -103,14 +103,6 @@ def test_a_model_without_a_template_gets_the_plain_one(monkeypatch):
     assert answers.chat_tokenizer(chat_tokenizer()).chat_template.source == CHAT
     with pytest.raises(ValueError, match='a token that ends an answer, and this tokenizer has none'):
         answers.chat_tokenizer(CharTokenizer('abc'))
-
-
-@needs_byte_pairs
-def test_gpt2s_byte_pairs_get_it_too(monkeypatch):
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
-    made = answers.chat_tokenizer(GPT2Tokenizer())
-    ids, scored = scored_tokens(made, [dict(role='user', content='Hello'), dict(role='assistant', content='Hello you')])
-    assert ids[scored].tolist() == [15496, 345, 50256] and made.end_tokens == (50256,)
 
 
 def write_rows(folder, rows):
