@@ -62,10 +62,7 @@ def conversation(rng):
 
 
 def n_refused(ours, theirs, conversations):
-    """
-    How many conversations, (messages, tools or None), transformers and a `ChatTemplate` refuse, in the same words. The
-    texts of the others are the same.
-    """
+    """How many (messages, tools or None) transformers and we refuse, in the same words. Other texts are the same."""
     n = 0
     for messages, tools in conversations:
         variables = dict(tools=tools) if tools else {}

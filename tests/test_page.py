@@ -166,17 +166,14 @@ class Page:
         self['#message'].send_keys(text, Keys.ENTER)
 
     def press(self, name, end='', text=''):
-        """
-        Press the button with this name for a screen reader, by keyboard, and wait for an answer that it asks for. end:
-        'accept' or 'dismiss' what the browser then asks, with this text. Returns what it asks.
-        """
+        """Press the button with this name for a screen reader, and wait for an answer. end, text: see `dialog`."""
         self.wait(lambda: self.all(f'[aria-label="{name}"]'))[0].send_keys(Keys.ENTER)
         asked = self.dialog(end, text) if end else ''
         self.wait(self.finished)
         return asked
 
     def dialog(self, end, text=''):
-        """End the browser's dialog, and return what it asks."""
+        """'accept' or 'dismiss' what the browser asks, with this text. Returns what it asks."""
         dialog = WebDriverWait(self.browser, 30, .03).until(expected_conditions.alert_is_present())
         asked = dialog.text
         if text:
@@ -232,10 +229,7 @@ class Page:
         return {name: message[name] for name in ('role', 'content')}
 
     def is_answered(self, messages, **fields):
-        """
-        Once the page has its answer, is that the API's answer to these messages, and is no more shown? Turn i draws
-        with the seed + i.
-        """
+        """Is the page's answer the API's to these messages, and is no more shown? Turn i draws with the seed + i."""
         self.wait(self.finished)
         return self.turns() == [*messages, self.answer(messages, **dict(seed=1337 + len(messages) // 2) | fields)]
 
@@ -251,10 +245,7 @@ def kinds(state):
 
 
 def test_types_and_reads_the_stream(page):
-    """
-    Samples stream side by side, and have the texts that the API gives for the same seed. A model without a template has
-    no chat.
-    """
+    """Samples stream side by side and have the API's texts for the same seed. Without a template there is no chat."""
     assert page.client.get('/v1/models').json()['data'][0]['chat'] is False
     assert page['#prompt'].is_displayed() and not page['#n'].is_displayed() and page['#go'].text == 'Continue'
     assert not any(element.is_displayed() for element in page.all('[data-mode=chat]'))
@@ -302,10 +293,7 @@ def test_works_with_the_keyboard(page):
 
 
 def test_squares_agree_with_the_cache(page):
-    """
-    While three samples with one prompt wait for their next step; a block and a request say what they have. Blocks of a
-    request that was served between two looks at the pool are remembered in grey, not as if free.
-    """
+    """While three samples wait for their next step. Blocks that a served request has left are grey, not as if free."""
     page.answers(prompt='another one', max_tokens=1)
     page.wait(lambda: page.squares().count('remembered') == len('another one') // 4)
     assert len({page['#pool > i.' + kind].value_of_css_property('background-color')
@@ -340,10 +328,7 @@ def test_squares_agree_with_the_cache(page):
 @pytest.mark.parametrize('width, scheme', sizes([(390, 'dark')], [
     (width, scheme) for width in (390, 1280) for scheme in ('dark', 'light')]))
 def test_the_look_of_a_chat(chat, width, scheme):
-    """
-    Nothing is wider than its place, text stands out from its background (WCAG: a contrast of 4.5), and an error stands
-    where one looks, also after a paste that fills its field; it goes with New chat, and with a setting.
-    """
+    """Nothing is wider than its place, text stands out (WCAG: a contrast of 4.5), an error is where one looks."""
     look = partial(check_look, chat, scheme)
     with shown(chat, width, scheme, 860):
         chat['#settings summary'].click()
@@ -552,10 +537,7 @@ Then
 
 
 def test_an_answer_is_markdown(chat):
-    """
-    Its elements are those of another parser while it streams, at its end and after a reload. A selection stays, and
-    what is read above; Copy gives the text as it came, with and without the clipboard of a secure page.
-    """
+    """Its elements are another parser's, at any time. A selection stays, and what is read. Copy gives the text."""
     judge = pytest.importorskip('markdown_it').MarkdownIt('commonmark', dict(html=False, breaks=True, xhtmlOut=True))
     tags = {'h1': 'h3', 'h2': 'h4', 's': 'del'}  # where the page differs
 

@@ -77,10 +77,7 @@ def refused(response, status):
 
 
 def test_streamed_samples_are_the_unstreamed(drawing):
-    """
-    With stop strings, several samples, and characters whose text may begin a stop string. No chunk of a sample follows
-    the one that has its finish_reason. Offsets count the characters of the prompt and of the chunks before.
-    """
+    """With stop strings and what may begin one. Nothing follows a finish_reason; offsets go on from chunk to chunk."""
     body = dict(n=4, max_tokens=60, seed=11, stop=['e', 'ab', '. '], return_token_ids=True, logprobs=0)
     whole = ask(drawing, **body)['choices']
     data = drawing.post('/v1/completions', json={'prompt': TEXT, 'stream': True, **body}).content
@@ -429,10 +426,7 @@ def test_connections_that_wait_are_closed(engine, monkeypatch):
 
 
 def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_stalls_nobody(monkeypatch):
-    """
-    Two clients read nothing while their answers, more than the buffers hold, are computed, and another one is served
-    from begin to end. Then one of them reads slowly: its text is whole, in few chunks. The other one is cut.
-    """
+    """Their answers are more than the buffers hold. The slow one's text is whole, in few chunks."""
     n, engine = 500, spelling_engine(block_size=600, n_pages=1200, max_queue=8)
     body = dict(prompt='a', n=4, max_tokens=n, stream=True, logprobs=20)
     with serving(engine) as client, post(client, body, 4096) as never, post(client, body, 4096) as slow:
@@ -474,12 +468,7 @@ def test_connections_have_a_limit(script):
 
 
 def test_heads_have_a_limit(engine):
-    """
-    It is refused before its end comes, and before the key is looked at; what is no request is a JSON error too.
-
-    Who asks for another protocol, as Java's client and curl --http2 do, gets this one, and a body is not lost. A client
-    that goes away before its body is complete asks for nothing.
-    """
+    """Before the key is looked at. A client that offers another protocol, as curl --http2, gets this one."""
     with serving(engine, api_key='secret') as client:
         with connected(client, b'GET / HTTP/1.1\r\nX: ') as connection, pytest.raises(OSError):
             for _ in range(200):  # 20 MB
@@ -488,7 +477,7 @@ def test_heads_have_a_limit(engine):
             with connected(client, data) as connection:
                 status, answer = read_all(connection)
             assert status == 400 and 'HTTP/1.1' in json.loads(answer)['error']['message']
-        connected(client, heads(dict(prompt='a'))[:-3]).close()
+        connected(client, heads(dict(prompt='a'))[:-3]).close()  # it asks for nothing
         head = (b'HTTP/1.1\r\nAuthorization: Bearer secret\r\nConnection: close, Upgrade, HTTP2-Settings\r\n'
                 b'Upgrade: h2c\r\nHTTP2-Settings: AAMAAABk')
         whole = heads(dict(prompt='a', max_tokens=3)).replace(b'HTTP/1.1', head)
@@ -655,10 +644,7 @@ run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
 
 @pytest.fixture
 def script(tmp_path):
-    """
-    A function that starts SCRIPT: (the process, a client of it, ready). Its engine makes so many steps, and it may open
-    so many files.
-    """
+    """A function that starts SCRIPT, for so many steps and open files. It returns (the process, a client of it)."""
     (tmp_path / 'server.py').write_text(SCRIPT)
     with ExitStack() as stack:
         def ready(n_steps, *n_files):
@@ -668,10 +654,7 @@ def script(tmp_path):
 
 
 def test_a_closed_terminal_loses_no_request(script):
-    """
-    `serve.py 2>&1 | tee` and Ctrl-C: stderr has no reader. An engine that failed goes on, and so does what runs, while
-    nothing new is taken; then the process ends.
-    """
+    """`serve.py 2>&1 | tee` and Ctrl-C: stderr has no reader. What runs goes on, and nothing new is taken."""
     process, client = script(10**9)
     process.stderr.close()
     assert refused(client.post('/v1/completions', json=dict(prompt='z')), 500)['type'] == 'server_error'
