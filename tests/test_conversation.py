@@ -225,8 +225,6 @@ def test_a_terminal(folder):
             t.type(keys)
             assert t.prompt_length() == length(said), said[:20]
         t.type('\r')
-        t.type('/hepl\r')
-        t.until('no command /hepl')
         t.type('/help\r')
         t.until('/system TEXT')
         t.type('/clear\r')

@@ -1,7 +1,4 @@
-"""
-The documents: their commands have settings that exist, their links lead somewhere, what they use is installed, and no
-sentence stands in two of them.
-"""
+"""The documents: their commands have settings that exist, their links lead somewhere, their code runs."""
 import ast
 import glob
 import importlib

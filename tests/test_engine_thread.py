@@ -1,9 +1,4 @@
-"""
-The engine's thread and its inbox: requests in any order, defects, stopping, and how tokens are delivered. The server's
-tests fill the queue and drain it, and test_engine_machine.py has failures and aborts at each stage.
-
-The executor is the toy. A step can be held in the middle, so that nothing depends on time.
-"""
+"""The engine's thread and its inbox; a step can be held in the middle. test_engine_machine.py has more failures."""
 import random
 import threading
 import time

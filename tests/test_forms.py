@@ -1,7 +1,4 @@
-"""
-Texts that have a form (JSON of a schema, an expression, a choice, a grammar): the masks against every token tried one
-by one, answers against jsonschema and others, the server's fields, and sample.py beside the server.
-"""
+"""Texts that have a form: masks against every token by itself, answers against jsonschema, fields of the API."""
 import json
 import math
 import random

@@ -1,9 +1,4 @@
-"""
-The shape of the house: arrows go one way (scripts -> serving -> engine -> kvcache, decode -> positions, inputs), and
-functions stay short.
-
-decode/, kvcache/ and training/ are handed a model, and import neither it nor anything above it.
-"""
+"""The shape of the house: arrows go one way (scripts -> serving -> engine -> kvcache, decode), functions are short."""
 import ast
 import builtins
 import glob

@@ -439,8 +439,6 @@ def test_the_second_turn_finds_the_blocks_of_the_first(chat):
     assert chat.is_answered(said)
     found, of = (int(chat.all('.found')[1].text.split()[i]) for i in (0, 2))
     assert of == len(chat.tokenizer.conversation(said)) and first // 4 * 4 <= found < of
-    assert re.fullmatch(r'(20 tokens, cut off[\d.]+ m?s to the first token, [\d.,]+ tokens/s.*){2}',
-                        ''.join(footer.get_property('textContent') for footer in chat.all('.turn footer')))
 
 
 def test_a_turn_is_stopped_edited_and_repeated_and_the_page_asks_before_it_deletes_others(chat):

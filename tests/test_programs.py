@@ -1,7 +1,4 @@
-"""
-The programs that people use, each in a few lines against serve.py with SmolLM2-135M-Instruct: what docs/SERVING.md says
-of them. A program that is not installed is skipped. Those of Node are looked for in NODE_PATH.
-"""
+"""The programs of docs/SERVING.md that are installed, each against serve.py with SmolLM2-135M-Instruct."""
 import os
 import shutil
 import subprocess

@@ -1,7 +1,4 @@
-"""
-What the API refuses: an error names the first field that is wrong, and says what is wrong with it, for the bodies of
-completions, chats and responses.
-"""
+"""What the API refuses: an error names the first field of a body that is wrong, and says what is wrong with it."""
 import json
 
 import pytest

@@ -1,8 +1,4 @@
-"""
-The server over HTTP: its addresses, its refusals and its answers; clients that go away or read slowly; the end of the
-process; bodies that nobody would send on purpose. Some engines step when a test says so; that with a model in PyTorch
-is compared with the model without cache.
-"""
+"""The server over HTTP: its addresses, refusals and answers; clients that leave or read slowly; the process's end."""
 import asyncio
 import inspect
 import json

@@ -1,7 +1,4 @@
-"""
-Thoughts before answers: their reader beside a regular expression, the openai client, what is sent back beside
-transformers, and forms that begin behind them.
-"""
+"""Thoughts before answers: their reader, the openai client, what is sent back, and forms that begin behind them."""
 import re
 from itertools import accumulate
 

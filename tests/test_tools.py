@@ -1,7 +1,4 @@
-"""
-Tools: what the template shows of them, held against transformers; calls in answers, whole and in pieces; the openai
-client's own reading of them.
-"""
+"""Tools in templates, held against transformers; calls in answers, whole and in pieces."""
 import json
 import random
 from contextlib import ExitStack
