@@ -227,31 +227,25 @@ def test_runs_on_conversations_stop_and_go_on_to_the_bit(repo):
     assert c['tokenizer']['chat_template'] == a['tokenizer']['chat_template']
 
 
-def test_two_processes_share_the_batches_of_conversations(repo, gloo):  # noqa: F811
-    _, settings = chat_files(repo)
-    run(repo, 'data/chat/prepare.py', *settings, code=0)
-    how = *SHORT, '--max_iters=4', '--dropout=0.0', '--gradient_accumulation_steps=2', '--learning_rate=1e-3'
-    run(repo, 'train.py', *TINY, *how, '--out_dir=one', code=0)
-    train_in(repo, 2, *how, '--out_dir=two')
-    one, two = (checkpoints.load(str(repo / d / 'ckpt.pt')) for d in ('one', 'two'))
-    assert all(torch.allclose(w, two['model'][name], atol=1e-4) for name, w in one['model'].items())
-    assert one['best_val_loss'] == pytest.approx(two['best_val_loss'], abs=2e-5)
-
-
-def test_each_scored_token_weighs_the_same_however_rows_are_accumulated(repo):
-    """All 9 rows at once, in batches of 3 and one by one: the mean over their tokens, not over their batches."""
-    _, settings = chat_files(repo, 10)
+def test_each_scored_token_weighs_the_same_however_rows_are_divided(repo, request):
+    """All 18 rows at once, one by one, in two batches, and by two processes: the mean over tokens, not over batches."""
+    _, settings = chat_files(repo, 20)
     run(repo, 'data/chat/prepare.py', *settings, code=0)
     how, found = (*SHORT, '--max_iters=3', '--log_interval=1', '--learning_rate=1e-3', '--dropout=0.0'), []
-    for n in 1, 3, 9:
-        batches = f'--gradient_accumulation_steps={n}', f'--batch_size={9 // n}'
-        done = run(repo, 'train.py', *TINY, *how, *batches, code=0)
-        losses = [float(loss) for loss in re.findall(r'^iter \d+: loss ([\d.]+)', done.stdout, re.M)]
-        found.append((losses, checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model']))
-    (losses, model), *others = found
-    for theirs, of_theirs in others:
+    for n, n_processes in (1, 1), (18, 1), (2, 1), (2, 2):
+        batches = f'--gradient_accumulation_steps={n}', f'--batch_size={18 // n}'
+        if n_processes == 1:
+            said = run(repo, 'train.py', *TINY, *how, *batches, code=0).stdout
+        else:
+            request.getfixturevalue('gloo')
+            said = train_in(repo, n_processes, *how, *batches)
+        losses = [float(loss) for loss in re.findall(r'^iter \d+: loss ([\d.]+)', said, re.M)]
+        found.append((losses, checkpoints.load(str(repo / 'out' / 'ckpt.pt'))))
+    (losses, one), *others = found
+    for theirs, other in others:
         assert theirs == pytest.approx(losses, abs=2e-4) and len(losses) == 3
-        assert all(torch.allclose(w, of_theirs[name], atol=2e-4) for name, w in model.items())
+        assert all(torch.allclose(w, other['model'][name], atol=2e-4) for name, w in one['model'].items())
+    assert others[-1][1]['best_val_loss'] == pytest.approx(others[-2][1]['best_val_loss'], abs=2e-5)
 
 
 HI = dict(role='user', content='Hi')
