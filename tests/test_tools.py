@@ -131,6 +131,7 @@ def read(form, text, cuts, most=9):
 
 
 @example([('add', {'a"\\': '</tool_call>"\\'}), 'so'], [], '', False)  # a closing tag counts outside of texts
+@example(['a < b <tool'], [], '', False)
 @given(st.lists(SAID | A_CALL, max_size=5), CUTS, st.sampled_from(['\n', '', ' \n']), st.booleans())
 def test_calls_are_found_in_any_pieces(parts, cuts, blank, listed):
     """Texts are kept to the character but for blanks beside calls; where there are no calls, entirely."""
@@ -173,6 +174,7 @@ def test_calls_without_tags(written, n):
     assert read(LLAMA, written, [14, 20])[1] == [('add', dict(a=1))] * n
     if written.startswith('<'):
         assert all(read(LLAMA, written, [n])[1] for n in range(len(written)))
+    assert Reader(LLAMA, ['add']).push('I say') == ['I say']  # at once
     for before in 'I say: ', ';', '[':  # in one piece and in several
         assert read(LLAMA, before + written, [3, 20])[1] == read(LLAMA, before + written, [])[1] == []
     unclosed = HERMES.opens + '{"name": "add", "arguments": {"a": 1}}'
