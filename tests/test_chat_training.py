@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, run, sizes
-from example_models import CHAT, chat_tokenizer, sentencepiece_tokenizer
+from example_models import CHAT, bpe, chat_tokenizer, needs_byte_pairs, sentencepiece_tokenizer
 from test_chat_template import conversation
 from test_parallel import gloo, train_in  # noqa: F401
 from test_train import same
@@ -103,6 +103,13 @@ def test_a_model_without_a_template_gets_the_plain_one():
     assert answers.chat_tokenizer(chat_tokenizer()).chat_template.source == CHAT
     with pytest.raises(ValueError, match='a token that ends an answer, and this tokenizer has none'):
         answers.chat_tokenizer(CharTokenizer('abc'))
+
+
+@needs_byte_pairs
+def test_gpt2s_byte_pairs_get_it_too(monkeypatch):
+    made = answers.chat_tokenizer(bpe(monkeypatch))
+    ids, scored = scored_tokens(made, [dict(role='user', content='Hello'), dict(role='assistant', content='Hello you')])
+    assert ids[scored].tolist() == [15496, 345, 50256] and made.end_tokens == (50256,)
 
 
 def write_rows(folder, rows):
