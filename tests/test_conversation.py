@@ -142,7 +142,7 @@ def test_special_tokens_and_the_first_blank_are_no_part_of_an_answer():
     tokenizer = JSONTokenizer(state['json'], [2], {}, "{% for m in messages %}{{ m.content }}{% endfor %}</s>")
     engine = engine_of(toy_model(256, tokenizer.vocab_size), Saying)
     c, words = Conversation(engine, tokenizer, temperature=0), tokenizer.encode('a small')[1:]
-    engine.executor.says = [*words[:1], 1, *words[1:], 2]
+    engine.executor.says = [*words[:1], 0, *words[1:], 2]
     assert tokenizer.token_bytes[words[0]].startswith(b' ')
     assert ''.join(c.answer('and', 20)) == 'a small' == c.messages[-1]['content'] and c.n_drawn == len(words) + 1
 
