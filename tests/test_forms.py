@@ -162,7 +162,7 @@ SIMPLE = [
 
 def any_schema(rng, depth=0):
     """A schema whose texts are short."""
-    kind = rng.choice(['array', 'anyOf', 'object', 'object'] + ['simple'] * 3 * depth)
+    kind = rng.choice(['array', 'anyOf', 'object', 'object'] + ['simple'] * (1 + 2 * depth))
     if kind == 'simple' or depth == 2:
         return rng.choice(SIMPLE)
     parts = [any_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]
@@ -177,7 +177,7 @@ def any_schema(rng, depth=0):
 
 
 def test_answers_follow_drawn_schemas():
-    """At temperature 1.5, by a model that knows nothing: no other properties, whether the schema says so or not."""
+    """At temperature 1.5, by a model that knows nothing: they are valid, with the properties of the schema only."""
     n, rng, tokenizer = sizes(60, 500), random.Random(0), chat_tokenizer()
     model = gpt(**LLAMA | dict(block_size=400))
     engine = Engine(model, CPUExecutor(model, threads=1), default_pool(model.config, 4096))
