@@ -16,7 +16,6 @@ import numpy as np
 import regex
 from example_models import CHAT, LLAMA, chat_tokenizer, gpt, sentencepiece_tokenizer
 from serving_process import chat_tokenizer_with, chatting
-from small_engine import LETTERS
 from test_chat_api import TOKENIZER, ask
 from test_sample import printed_by_script, server  # noqa: F401
 from toy_executor import Saying, toy_model
@@ -370,20 +369,6 @@ def test_a_conversation_has_answers_of_a_form():
     executor.says = tokenizer.encode('Hm.</think>Hm.')  # and the form behind it
     conversation = Conversation(Engine(model, executor), tokenizer, constraint=constraint)
     assert re.fullmatch(r'Hm\.</think>[a-f]{2}( .*)?', ''.join(conversation.answer('Hi', 40)))
-
-
-def test_what_no_vocabulary_of_ours_can_write_ends_with_an_error():
-    """The characters that would have to follow are no tokens. Nothing else comes in their place."""
-    vocabulary = Vocabulary(LETTERS, LETTERS.vocab_size)
-    with pytest.raises(ValueError, match='form|text'):
-        compiled('regex', '[0-9]', vocabulary)
-    model = gpt(**LLAMA | dict(vocab_size=LETTERS.vocab_size))
-    engine = Engine(model)
-    s, other = engine.add([1], 9, constraint=compiled('regex', 'ab[0-9]', vocabulary)) + engine.add([1], 9)
-    while not engine.is_idle:
-        engine.step()
-    assert s.ended == 'error' and 'form' in str(s.error) and LETTERS.decode(s.tokens[1:]) == 'ab'
-    assert other.ended == 'length'
 
 
 def test_tokens_that_may_not_end_a_text_yet_are_no_way_on(chat):
