@@ -159,7 +159,7 @@ NESTED{{ n.x | tojson }}
 DOUBLED{{ n.x | tojson }}
 DOUBLED{{ n.x == n.y }}""",
     errors=r"""
-{{ raise_exception('x' * 10 ** 8) }}
+{{ raise_exception('x' * 10 ** 6) }}
 {{ raise_exception('one\ntwo\x1b[31m\r\nthree') }}
 {{ messages['x' * 10 ** 7].foo }}
 {{ 1 // 0 }}
