@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 import types
@@ -70,10 +69,9 @@ class ForkServer:
     """The server's process, as seen by its clients. It starts with the environment env, and ends with `close`."""
 
     def __init__(self, env):
-        self.folder = tempfile.TemporaryDirectory()
-        self.address = os.path.join(self.folder.name, 'socket')
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self.address)
+            listener.bind('')  # Linux chooses a name that is no file
+            self.address = listener.getsockname()
             listener.listen()
             self.process = subprocess.Popen([sys.executable, __file__, str(listener.fileno())], env=env,
                                             pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
@@ -97,7 +95,6 @@ class ForkServer:
     def close(self):
         self.process.stdin.close()
         self.process.wait()
-        self.folder.cleanup()
 
 
 def serve(listener):

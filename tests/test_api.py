@@ -229,15 +229,6 @@ def test_scoring_has_openais_shape(stream):
         'top_logprobs': [None, {'a': -.5}, {'c': -.25, 'b': -9999.}]}
 
 
-def test_offsets_go_on_behind_the_prompt_and_across_chunks():
-    a = answer(stream=True, logprobs=0)
-    offsets = []
-    for token in (27, 28, 0):
-        a.add(0, [Output(0, [token], CHARS[token], [Logprobs(-1., [])])])
-        offsets += events(a.chunks())[0]['choices'][0]['logprobs']['text_offset']
-    assert offsets == [3, 4, 5]  # the prompt has 3 characters
-
-
 def test_nothing_follows_the_end():
     a = answer(stream=True)
     a.add(0, [Output(0, [1], 'b', finish_reason='stop')])

@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ROOT, sizes
+from conftest import ROOT
 from jinja2.defaults import DEFAULT_FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS
@@ -62,10 +62,7 @@ def conversation(rng):
 
 
 def n_refused(ours, theirs, conversations):
-    """
-    How many conversations, (messages, tools or None), transformers and a `ChatTemplate` refuse, in the same words. The
-    texts of the others are the same.
-    """
+    """How many (messages, tools or None) transformers and we refuse, in the same words. Other texts are the same."""
     n = 0
     for messages, tools in conversations:
         variables = dict(tools=tools) if tools else {}
@@ -83,8 +80,7 @@ def n_refused(ours, theirs, conversations):
 
 @pytest.mark.parametrize('name', TEMPLATES)
 def test_the_text_is_that_of_transformers(name):
-    theirs = their_tokenizer()
-    theirs.chat_template = TEMPLATES[name]
+    theirs = their_tokenizer(TEMPLATES[name])
     conversations = [(conversation(random.Random(seed)), None) for seed in range(60)]
     assert (n_refused(ChatTemplate(TEMPLATES[name], SPECIAL), theirs, conversations) > 0) == (name == 'mistral')
 
@@ -101,18 +97,17 @@ VARIABLES = [{}, dict(enable_thinking=False), dict(enable_thinking=True), dict(a
              dict(continue_final_message=True), dict(continue_final_message=True, trims=True)]
 
 
-def their_tokenizer():
-    """A tokenizer of transformers with the special tokens SPECIAL, whose chat template is still to be given."""
+def their_tokenizer(template):
+    """A tokenizer of transformers with this chat template and the special tokens SPECIAL."""
     transformers = pytest.importorskip('transformers', reason="transformers is not installed")
     tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a')), **SPECIAL)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a'))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, chat_template=template, **SPECIAL)
 
 
 @pytest.mark.parametrize('source', [THINKS, SMOLLM2, MISTRAL])
 def test_variables_reach_the_template_as_from_transformers(source):
-    theirs = their_tokenizer()
-    theirs.chat_template, ours = source, ChatTemplate(source, SPECIAL)
+    theirs, ours = their_tokenizer(source), ChatTemplate(source, SPECIAL)
     for variables, content in itertools.product(VARIABLES, ("According to ", " a\n", "x", "")):
         continued = 'continue_final_message' in variables
         messages = [dict(role='user', content='Hi'), dict(role='assistant', content=content)]
@@ -135,15 +130,9 @@ def test_what_cannot_be_continued_is_one_line():
 HOSTILE = dict(  # kind: templates, one on a line
     loops=r"""
 {% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
-{% set m = messages * 999 %}{% for a in m %}{% for b in m %}{% for c in m %}{% endfor %}{% endfor %}{% endfor %}
-{% for c in 'x' * 99999 %}{% for d in 'y' * 99999 %}{% endfor %}{% endfor %}
-{% for i in range(99999) %}{{ (range(99999) | map('string') | select | list | length) * 0 }}{% endfor %}
-{% macro f() %}{% for i in range(99999) %}{{ caller() }}{% endfor %}{% endmacro %}{% call f() %}{{ f() }}{% endcall %}
 {% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(64) }}""",
     recursion=r"""
 {% macro f() %}{{ f() }}{% endmacro %}{{ f() }}
-{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}
-{% block a %}{{ self.a() }}{% endblock %}
 {{ ((((9999 times)))) }}
 {{ 1 + 1 + 9999 times 1 }}
 NESTED{{ n.x }}
@@ -152,92 +141,54 @@ NESTED{{ n.x | tojson }}
     texts=r"""
 {{ 'x' * 10 ** 10 }}
 {{ 'x' * 2 ** 25 }}
-{{ 'x'.ljust(10 ** 12) }}
-{{ '\t'.expandtabs(2 ** 30) | length }}
-{{ 'x' | center(10 ** 11) }}
 {{ ('x ' * 9999) | wordwrap(1, wrapstring='y' * 10 ** 6) }}
-{{ ('x' * 10 ** 5) | replace('x', 'y' * 10 ** 5) }}
-{{ ('x' * 10 ** 5).translate({120: 'y' * 10 ** 6}) }}
-{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}
-{% set n = namespace(x='') %}{% for i in range(9999) %}{% set n.x = n.x + 'y' * 99999 %}{% endfor %}{{ n.x }}
-{% for i in range(99999) %}{{ messages }}{% endfor %}""",
+{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}""",
     formats=r"""
 {{ '%9999999999d' % 1 }}
-{{ '%*d' % (2 ** 31 - 2, 1) }}
 {{ '{:>9999999999}'.format(1) }}
 {{ strftime_now('%c' * 10 ** 7) | length }}
 {{ messages | tojson(indent=10 ** 10) }}""",
     numbers=r"""
 {{ (9 ** (9 ** (8 + messages | length))) | string | length }}
-{{ 1.5 | round(10 ** 9, 'ceil') }}
-{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x ** 3 %}{% endfor %}""",
+{{ 1.5 | round(10 ** 9, 'ceil') }}""",
     lists=r"""
 {{ range(10 ** 12) | list }}
 {{ (range(99999) | list) * 99999 }}
 {{ range(99999) | batch(10 ** 10, 'x') | list }}
-{{ messages | slice(10 ** 10) | list }}
-{% for i in range(999) %}{{ ((range(99999) | list) * 9) | sort(reverse=true) | unique | list | length }}{% endfor %}
-{{ ([[0] * 999] * 9999) | sum(start=[]) | length }}
 {{ lipsum(n=10 ** 7) }}
-DOUBLED{{ n.x }}
 DOUBLED{{ n.x | tojson }}
-DOUBLED{{ n.x == n.y }}
-DOUBLED{{ [n.x, n.y] | unique | list }}""",
+DOUBLED{{ n.x == n.y }}""",
     errors=r"""
-{{ raise_exception('x' * 10 ** 8) }}
+{{ raise_exception('x' * 10 ** 6) }}
 {{ raise_exception('one\ntwo\x1b[31m\r\nthree') }}
 {{ messages['x' * 10 ** 7].foo }}
 {{ 1 // 0 }}
-{% if %}
-{{ x
-{% endfor %}
-{% unknown %}""",
+{% if %}""",
     files=r"""
 {% include '/etc/passwd' %}
-{% import 'os' as os %}{{ os }}
-{% from 'os' import system %}{{ system('id > FILE') }}
-{% extends '/etc/passwd' %}
 {% include ['a', '/etc/passwd'] ignore missing %}""",
     escapes=r"""
 {{ ''.__class__.__mro__[1].__subclasses__() }}
-{{ '' | attr('__class__') | attr('__mro__') }}
 {{ ['']  | map(attribute='__class__') | list }}
-{{ '{0.__class__.__mro__}'.format('') }}
 {{ ('{0.__class__.__mro__}' | attr('format'))('') }}
-{% set f = '{0.__class__.__mro__}'.format %}{{ ['']  | map(f) | list }}
-{{ messages.__init__.__globals__ }}
-{{ strftime_now.__closure__[0].cell_contents }}
 {{ strftime_now.__globals__.sys.modules.os.system('id > FILE') }}
 {{ lipsum.__globals__['os'].popen('id > FILE').read() }}
-{{ namespace.__init__.__globals__.os.popen('id > FILE').read() }}
 {{ self.__init__.__globals__.__builtins__.open('/etc/passwd').read() }}
-{{ self._TemplateReference__context.cycler.__init__.__globals__ }}
-{{ dict.mro()[1].__subclasses__() }}
-{% macro f() %}{% endmacro %}{{ f.__call__.__func__.__globals__.sys.modules.os.system('id > FILE') }}
-{% for m in messages %}{{ loop.__class__.__init__.__globals__ }}{% endfor %}
 {{ (messages | map('upper')).gi_frame.f_back.f_globals }}
-{% set n = namespace(__class__=dict) %}{{ n.__class__.__mro__ }}
-{% set n = namespace() %}{% set n.__call__ = lipsum.__globals__ %}{{ n() }}
 {{ messages.append(messages) }}{{ messages[0].update(a=1) }}""",
     works=r"""
 {{ ('http://' * 10 ** 6) | urlize }}
-{{ ('<!--' * 10 ** 5) | striptags }}
-{{ ('x' * 10 ** 7) | wordwrap(1) | length }}
-{{ ('\xe4' * 10 ** 7).encode('idna') }}
-{{ ('ab' * 10 ** 6 + 'c') in ('ab' * 10 ** 7) }}
-{{ ('9' * 10 ** 6) | int * 2 }}
-{{ strftime_now('%999999999Y') | length }}""")
+{{ ('\xe4' * 10 ** 7).encode('idna') }}""")
 SHORT = {  # what stands for what in them
     'DOUBLED': "{% set n = namespace(x='a', y='a') %}{% for i in range(64) %}{% set n.x = [n.x, n.x] %}"
                "{% set n.y = [n.y, n.y] %}{% endfor %}",
     'NESTED': "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}",
-    '((((9999 times))))': '(' * 9999 + ')' * 9999, 'not not 9999 times': 'not ' * 9999,
-    '1 + 1 + 9999 times': '1 + ' * 9999}
+    '((((9999 times))))': '(' * 9999 + ')' * 9999, '1 + 1 + 9999 times': '1 + ' * 9999}
 
 
 @pytest.mark.parametrize('kind, source', [
     pytest.param(kind, line, id=f'{kind}-{i}') for kind, lines in HOSTILE.items()
-    for i, line in enumerate(lines.strip().splitlines()[::sizes(2, 1)])])
+    for i, line in enumerate(lines.strip().splitlines())])
 def test_a_hostile_template_is_an_error_in_a_line_and_others_do_not_notice(tmp_path, monkeypatch, kind, source):
     monkeypatch.setattr(chat_template, 'SECONDS', 0.2)
     for short, long in SHORT.items():

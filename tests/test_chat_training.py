@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, run, sizes
-from example_models import CHAT, TIKTOKEN_CACHE, chat_tokenizer, needs_byte_pairs, sentencepiece_tokenizer
+from example_models import CHAT, bpe, chat_tokenizer, needs_byte_pairs, sentencepiece_tokenizer
 from test_chat_template import conversation
 from test_parallel import gloo, train_in  # noqa: F401
 from test_train import same
@@ -19,7 +19,7 @@ import checkpoint as checkpoints
 from chat import answers
 from chat.answers import scored_tokens
 from model import GPT, GPTConfig
-from tokenizer import CharTokenizer, GPT2Tokenizer, JSONTokenizer
+from tokenizer import CharTokenizer, JSONTokenizer, read_text
 from training.conversations import FIRST, SCORED, Conversations
 
 MARKED = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
@@ -90,7 +90,7 @@ def test_an_answer_with_the_text_of_its_end_is_refused():
             scored_tokens(with_template(chat_tokenizer(TEXTS), template), messages)
 
 
-def test_a_model_without_a_template_gets_the_plain_one(monkeypatch):
+def test_a_model_without_a_template_gets_the_plain_one():
     bare = JSONTokenizer(chat_tokenizer(TEXTS).json)
     for made in (answers.chat_tokenizer(bare), answers.chat_tokenizer(answers.chat_tokenizer(bare))):
         messages = [dict(role='system', content='Be '), dict(role='user', content='Hi'),
@@ -107,8 +107,7 @@ def test_a_model_without_a_template_gets_the_plain_one(monkeypatch):
 
 @needs_byte_pairs
 def test_gpt2s_byte_pairs_get_it_too(monkeypatch):
-    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
-    made = answers.chat_tokenizer(GPT2Tokenizer())
+    made = answers.chat_tokenizer(bpe(monkeypatch))
     ids, scored = scored_tokens(made, [dict(role='user', content='Hello'), dict(role='assistant', content='Hello you')])
     assert ids[scored].tolist() == [15496, 345, 50256] and made.end_tokens == (50256,)
 
@@ -212,8 +211,7 @@ SHORT = '--dataset=chat', '--block_size=64', '--eval_interval=3', '--eval_iters=
 def test_runs_on_conversations_stop_and_go_on_to_the_bit(repo):
     """From scratch in one go and in two, the first ends within an epoch; and from the model of another run on."""
     lines, settings = chat_files(repo)
-    done = run(repo, 'data/chat/prepare.py', *settings)
-    assert done.returncode == 0 and 'train.bin: 27 conversations' in done.stdout, done.stderr
+    assert 'train.bin: 27 conversations' in run(repo, 'data/chat/prepare.py', *settings, code=0).stdout
     made = checkpoints.tokenizer_named(str(repo / 'data' / 'chat'))
     tokens, marks = (np.fromfile(repo / 'data' / 'chat' / name, kind)
                      for name, kind in (('val.bin', np.uint16), ('val_marks.bin', np.uint8)))
@@ -228,39 +226,33 @@ def test_runs_on_conversations_stop_and_go_on_to_the_bit(repo):
     a, b = (checkpoints.load(str(repo / d / 'ckpt.pt')) for d in 'ab')
     assert same(a['model'], b['model']) and a['tokenizer']['chat_template'] == made.chat_template.source
     base = '--dataset=shakespeare', '--block_size=64', '--out_dir=base', '--max_iters=1'  # it has no chat template
-    assert run(repo, 'train.py', *TINY, *base).returncode == 0
-    more = run(repo, 'train.py', *TINY, *SHORT, '--block_size=48', '--init_from=base', '--out_dir=c', '--max_iters=1')
-    assert more.returncode == 0 and 'are longer than block_size 48, and cut there' in more.stdout, more.stderr
+    run(repo, 'train.py', *TINY, *base, code=0)
+    more = '--block_size=48', '--init_from=base', '--out_dir=c', '--max_iters=1'
+    assert 'are longer than block_size 48, and cut there' in run(repo, 'train.py', *TINY, *SHORT, *more, code=0).stdout
     c = checkpoints.load(str(repo / 'c' / 'ckpt.pt'))
     assert c['iter_num'] == 1 and c['model_args']['block_size'] == 64
     assert c['tokenizer']['chat_template'] == a['tokenizer']['chat_template']
 
 
-def test_two_processes_share_the_batches_of_conversations(repo, gloo):  # noqa: F811
-    _, settings = chat_files(repo)
-    assert run(repo, 'data/chat/prepare.py', *settings).returncode == 0
-    how = *SHORT, '--max_iters=4', '--dropout=0.0', '--gradient_accumulation_steps=2', '--learning_rate=1e-3'
-    assert run(repo, 'train.py', *TINY, *how, '--out_dir=one').returncode == 0
-    train_in(repo, 2, *how, '--out_dir=two')
-    one, two = (checkpoints.load(str(repo / d / 'ckpt.pt')) for d in ('one', 'two'))
-    assert all(torch.allclose(w, two['model'][name], atol=1e-4) for name, w in one['model'].items())
-    assert one['best_val_loss'] == pytest.approx(two['best_val_loss'], abs=2e-5)
-
-
-def test_each_scored_token_weighs_the_same_however_rows_are_accumulated(repo):
-    """All 9 rows at once, in batches of 3 and one by one: the mean over their tokens, not over their batches."""
-    _, settings = chat_files(repo, 10)
-    assert run(repo, 'data/chat/prepare.py', *settings).returncode == 0
+def test_each_scored_token_weighs_the_same_however_rows_are_divided(repo, request):
+    """All 18 rows at once, one by one, in two batches, and by two processes: the mean over tokens, not over batches."""
+    _, settings = chat_files(repo, 20)
+    run(repo, 'data/chat/prepare.py', *settings, code=0)
     how, found = (*SHORT, '--max_iters=3', '--log_interval=1', '--learning_rate=1e-3', '--dropout=0.0'), []
-    for n in 1, 3, 9:
-        done = run(repo, 'train.py', *TINY, *how, f'--gradient_accumulation_steps={n}', f'--batch_size={9 // n}')
-        assert done.returncode == 0, done.stderr
-        losses = [float(loss) for loss in re.findall(r'^iter \d+: loss ([\d.]+)', done.stdout, re.M)]
-        found.append((losses, checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model']))
-    (losses, model), *others = found
-    for theirs, of_theirs in others:
+    for n, n_processes in (1, 1), (18, 1), (2, 1), (2, 2):
+        batches = f'--gradient_accumulation_steps={n}', f'--batch_size={18 // n}'
+        if n_processes == 1:
+            said = run(repo, 'train.py', *TINY, *how, *batches, code=0).stdout
+        else:
+            request.getfixturevalue('gloo')
+            said = train_in(repo, n_processes, *how, *batches)
+        losses = [float(loss) for loss in re.findall(r'^iter \d+: loss ([\d.]+)', said, re.M)]
+        found.append((losses, checkpoints.load(str(repo / 'out' / 'ckpt.pt'))))
+    (losses, one), *others = found
+    for theirs, other in others:
         assert theirs == pytest.approx(losses, abs=2e-4) and len(losses) == 3
-        assert all(torch.allclose(w, of_theirs[name], atol=2e-4) for name, w in model.items())
+        assert all(torch.allclose(w, other['model'][name], atol=2e-4) for name, w in one['model'].items())
+    assert others[-1][1]['best_val_loss'] == pytest.approx(others[-2][1]['best_val_loss'], abs=2e-5)
 
 
 HI = dict(role='user', content='Hi')
@@ -291,12 +283,9 @@ def test_what_is_no_conversation_is_one_line(repo, text, says):
 
 def test_what_our_conversations_name_is_there():
     """Files, settings of sample.py and train.py, and each held-out question has an answer that is trained on."""
-    with open(os.path.join(ROOT, 'data', 'chat', 'kv_cache.jsonl'), encoding='utf-8') as f:
-        lines = [json.loads(line) for line in f]
-    source = {}
-    for name in ('sample.py', 'train.py', 'export.py', 'model.py', 'Makefile', 'engine/engine.py'):
-        with open(os.path.join(ROOT, name), encoding='utf-8') as f:
-            source[name] = f.read()
+    lines = [json.loads(line) for line in read_text(f'{ROOT}/data/chat/kv_cache.jsonl').splitlines()]
+    source = {name: read_text(f'{ROOT}/{name}')
+              for name in ('sample.py', 'train.py', 'export.py', 'model.py', 'Makefile', 'engine/engine.py')}
     everything, said = '\n'.join(source.values()), set()
     for line in lines:
         text = ' '.join(m['content'] for m in line['messages'] if m['role'] == 'assistant')

@@ -12,13 +12,12 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ENVIRONMENT, ROOT, SERVING, needs, run, sizes
 from example_models import CHAT, LLAMA, chat_tokenizer, gpt, sentencepiece_tokenizer
+from toy_executor import Saying, toy_model
 
 from chat.conversation import Conversation, talk
 from decode.cpu import CPUExecutor
-from decode.draw import DrawSettings, changed, draw
 from decode.eager import EagerExecutor
 from engine import Engine
 from formats.huggingface import to_huggingface
@@ -138,35 +137,12 @@ def test_a_conversation_beyond_the_context_is_refused_and_stays():
     assert c.cut.startswith('at the end of the context of 256 tokens') and c.n_new + c.n_kept + c.n_drawn == 257
 
 
-class Saying(EagerExecutor):
-    """A model that draws these tokens."""
-    tokens = ()
-
-    def logits_of(self, batch, rows):
-        (new, *self.tokens) = self.tokens if len(rows) else (0, *self.tokens)
-        return F.one_hot(torch.tensor([new] * len(rows)), self.model.config.vocab_size).float()
-
-
-def test_penalty_and_min_p_are_those_of_transformers():
-    processors = pytest.importorskip('transformers.generation.logits_process')
-    torch.manual_seed(0)
-    logits, tokens = torch.randn(1, 300), [5, 7, 5, 299]
-    settings = [DrawSettings(300, seed, prompt=tokens[:3], repetition_penalty=1.3, min_p=0.2, temperature=0.7)
-                for seed in range(300)]
-    theirs = processors.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([tokens]), logits.clone())
-    for each in settings:
-        each.count(tokens[3:])
-    torch.testing.assert_close(changed(logits[0], settings[0], 1), theirs[0])
-    kept = processors.MinPLogitsWarper(0.2)(None, theirs / 0.7)[0].isfinite().nonzero().flatten().tolist()
-    assert set(draw(logits.expand(300, -1), settings, [1] * 300).tolist()) == set(kept) and len(kept) > 1
-
-
 def test_special_tokens_and_the_first_blank_are_no_part_of_an_answer():
     state = sentencepiece_tokenizer('a small text, and a small one').state()
     tokenizer = JSONTokenizer(state['json'], [2], {}, "{% for m in messages %}{{ m.content }}{% endfor %}</s>")
-    engine = engine_of(gpt(**LLAMA | dict(vocab_size=tokenizer.vocab_size)), Saying)
+    engine = engine_of(toy_model(256, tokenizer.vocab_size), Saying)
     c, words = Conversation(engine, tokenizer, temperature=0), tokenizer.encode('a small')[1:]
-    engine.executor.tokens = [*words[:1], 1, *words[1:], 2]
+    engine.executor.says = [*words[:1], 0, *words[1:], 2]
     assert tokenizer.token_bytes[words[0]].startswith(b' ')
     assert ''.join(c.answer('and', 20)) == 'a small' == c.messages[-1]['content'] and c.n_drawn == len(words) + 1
 
@@ -187,12 +163,11 @@ def test_a_pipe(monkeypatch, capsys):
 
 # a real process on a terminal, as people meet it
 
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
+@pytest.fixture
+def folder(tmp_path):
     """A chat model in Hugging Face format, with a context of 8,192 tokens."""
-    path = tmp_path_factory.mktemp('chat') / 'model'
-    to_huggingface(gpt(**LLAMA | dict(block_size=8192)), str(path), chat_tokenizer())
-    return path
+    to_huggingface(gpt(**LLAMA | dict(block_size=8192)), str(tmp_path / 'model'), chat_tokenizer())
+    return tmp_path / 'model'
 
 
 class Terminal:
@@ -250,8 +225,6 @@ def test_a_terminal(folder):
             t.type(keys)
             assert t.prompt_length() == length(said), said[:20]
         t.type('\r')
-        t.type('/hepl\r')
-        t.until('no command /hepl')
         t.type('/help\r')
         t.until('/system TEXT')
         t.type('/clear\r')
@@ -273,16 +246,12 @@ def test_a_terminal(folder):
 
 
 def test_settings_of_the_draw_are_those_of_the_folder_unless_they_are_given(folder):
-    path = folder / 'generation_config.json'
-    before = path.read_text('utf-8')
-    path.write_text(json.dumps(dict(temperature=0.5, top_k=1, top_p=0.9, repetition_penalty=1.0)), 'utf-8')
+    settings = dict(temperature=0.5, top_k=1, top_p=0.9, repetition_penalty=1.0)
+    (folder / 'generation_config.json').write_text(json.dumps(settings), 'utf-8')
     chat = partial(run, folder, os.path.join(ROOT, 'sample.py'), f'--init_from={folder}', '--chat', '--device=cpu',
                    '--start=Hello', '--max_new_tokens=30', '--threads=1')
-    try:
-        of_file, greedy = chat(), chat('--generation_config=none', '--temperature=0')
-        given = chat('--top_k=0', '--temperature=5.0', '--top_p=1.0')
-    finally:
-        path.write_text(before, 'utf-8')
+    of_file, greedy = chat(), chat('--generation_config=none', '--temperature=0')
+    given = chat('--top_k=0', '--temperature=5.0', '--top_p=1.0')
     assert of_file.stdout == greedy.stdout != given.stdout
     assert 'sampling: temperature=0.5, top_k=1, top_p=0.9, repetition_penalty=1.0 (generation_config.json' in (
         of_file.stderr)

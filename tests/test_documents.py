@@ -1,7 +1,4 @@
-"""
-The documents: their commands have settings that exist, their links lead somewhere, what they use is installed, and no
-sentence stands in two of them.
-"""
+"""The documents: their commands have settings that exist, their links lead somewhere, their code runs."""
 import ast
 import glob
 import importlib
@@ -87,10 +84,7 @@ def test_every_module_and_package_is_in_the_readme():
 
 @pytest.mark.parametrize('package', [*PACKAGES, 'decode/kernel', 'decode/gpu', 'kvcache/llamacpp'])
 def test_the_docstring_of_a_package_lists_its_files(package):
-    """
-    A line for each, or for some with commas between, which begins with the name; folders with a slash. Blocks of lines
-    that name no file list something else.
-    """
+    """In lines that begin with a name, or with some and commas between; folders with a slash."""
     docstring = ast.get_docstring(ast.parse(text_of(f'{package}/__init__.py')))
     files = {name[:-3] for name in os.listdir(os.path.join(ROOT, package)) if name.endswith('.py')} - {'__init__'}
     files |= {name + '/' for name in os.listdir(os.path.join(ROOT, package))
@@ -104,8 +98,7 @@ def test_the_docstring_of_a_package_lists_its_files(package):
 
 
 def test_what_the_demo_imports_is_in_its_requirements():
-    with open(os.path.join(ROOT, 'requirements.txt')) as f:
-        required = {re.match(r'[\w-]+', line)[0] for line in f}
+    required = {*re.findall(r'^[\w-]+', text_of('requirements.txt'), re.M)}
     assert {'torch', 'numpy', 'numba', 'tiktoken', 'requests', 'tqdm', 'safetensors', 'matplotlib'} <= required
 
 

@@ -1,9 +1,4 @@
-"""
-The engine's thread and its inbox: requests in any order, defects, stopping, and how tokens are delivered. The server's
-tests fill the queue and drain it, and test_engine_machine.py has failures and aborts at each stage.
-
-The executor is the toy. A step can be held in the middle, so that nothing depends on time.
-"""
+"""The engine's thread and its inbox; a step can be held in the middle. test_engine_machine.py has more failures."""
 import random
 import threading
 import time
@@ -235,18 +230,14 @@ def test_what_a_call_of_several_steps_gives_is_delivered_together(monkeypatch):
         if not got.request.stop:
             assert_alone(model, got)
     assert seen[0] == seen[1] == seen[2] == seen[3] and ['stop'] in [of[3] for of in seen[0]]
-    assert counted[0][2] == counted[1][2] and counts[0] == 25 and counts[1] < 20
+    assert counted[0][2] == counted[1][2] and counts[0] == 25 and counts[1] < 20 and counts[2] <= 4
     assert thread.engine.scheduler.n_preempted
 
 
-def test_rounds_of_drafts_are_delivered_together(monkeypatch):
-    """The first one and the last one at once, those between when half of a pause is over."""
+def test_rounds_of_drafts_wait_for_half_of_a_pause(monkeypatch):
     monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_requests: 1e9)
     model = model_of('learned')
-    plain, drafted = thread_of(model, CPUExecutor(model, threads=1)), thread_of(model, drafting(model, AnyDraft())[0])
-    for seed in range(5):
-        got = finished(drafted, str(seed), [3, seed], 25, seed, n=2)
-        assert got.tokens == finished(plain, str(seed), [3, seed], 25, seed, n=2).tokens and got.n_calls <= 4
+    drafted = thread_of(model, drafting(model, AnyDraft())[0])
     got = submit(drafted, 'held', [3, 1], 25)
     for _ in range(4):
         drafted.run_once()

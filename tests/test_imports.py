@@ -1,9 +1,4 @@
-"""
-The shape of the house: arrows go one way (scripts -> serving -> engine -> kvcache, decode -> positions, inputs), and
-functions stay short.
-
-decode/, kvcache/ and training/ are handed a model, and import neither it nor anything above it.
-"""
+"""The shape of the house: arrows go one way (scripts -> serving -> engine -> kvcache, decode), functions are short."""
 import ast
 import builtins
 import glob
@@ -13,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 from conftest import ROOT, SERVING, run
+from test_documents import text_of
 
 SCRIPTS = {'train', 'sample', 'bench', 'export', 'serve', 'test_kv_cache'}
 WINGS = {'decode', 'kvcache', 'engine', 'training', 'serving', 'benchmarks'}
@@ -46,8 +42,7 @@ LONGER_FUNCTIONS = {  # (file, function): (its limit, the reason)
 
 
 def tree_of(path):
-    with open(os.path.join(ROOT, path), encoding='utf-8') as f:
-        return ast.parse(f.read())
+    return ast.parse(text_of(path))
 
 
 def modules_in(tree, top_level_only=False):
@@ -117,8 +112,7 @@ def test_at_most_sixteen_files_at_the_top_and_none_is_named_after_nothing():
 
 def test_functions_and_the_model_are_short():
     for path in FILES:
-        with open(os.path.join(ROOT, path), encoding='utf-8') as f:
-            n_lines = sum(1 for _ in f)
+        n_lines = text_of(path).count('\n')
         assert n_lines <= LONGEST_FILES.get(path, n_lines), f"{path} has {n_lines} lines"
         for node in ast.walk(tree_of(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

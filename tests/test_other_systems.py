@@ -1,7 +1,4 @@
-"""
-macOS and Windows without a machine: threads wait by the calls of these systems, which are given here by futexes; and
-scripts run where calls that Windows or macOS lack are missing.
-"""
+"""macOS and Windows without a machine: threads wait by calls made of futexes, and calls that they lack are hidden."""
 import platform
 import signal
 import sys

@@ -166,17 +166,14 @@ class Page:
         self['#message'].send_keys(text, Keys.ENTER)
 
     def press(self, name, end='', text=''):
-        """
-        Press the button with this name for a screen reader, by keyboard, and wait for an answer that it asks for. end:
-        'accept' or 'dismiss' what the browser then asks, with this text. Returns what it asks.
-        """
+        """Press the button with this name for a screen reader, and wait for an answer. end, text: see `dialog`."""
         self.wait(lambda: self.all(f'[aria-label="{name}"]'))[0].send_keys(Keys.ENTER)
         asked = self.dialog(end, text) if end else ''
         self.wait(self.finished)
         return asked
 
     def dialog(self, end, text=''):
-        """End the browser's dialog, and return what it asks."""
+        """'accept' or 'dismiss' what the browser asks, with this text. Returns what it asks."""
         dialog = WebDriverWait(self.browser, 30, .03).until(expected_conditions.alert_is_present())
         asked = dialog.text
         if text:
@@ -232,10 +229,7 @@ class Page:
         return {name: message[name] for name in ('role', 'content')}
 
     def is_answered(self, messages, **fields):
-        """
-        Once the page has its answer, is that the API's answer to these messages, and is no more shown? Turn i draws
-        with the seed + i.
-        """
+        """Is the page's answer the API's to these messages, and is no more shown? Turn i draws with the seed + i."""
         self.wait(self.finished)
         return self.turns() == [*messages, self.answer(messages, **dict(seed=1337 + len(messages) // 2) | fields)]
 
@@ -251,10 +245,7 @@ def kinds(state):
 
 
 def test_types_and_reads_the_stream(page):
-    """
-    Samples stream side by side, and have the texts that the API gives for the same seed. A model without a template has
-    no chat.
-    """
+    """Samples stream side by side and have the API's texts for the same seed. Without a template there is no chat."""
     assert page.client.get('/v1/models').json()['data'][0]['chat'] is False
     assert page['#prompt'].is_displayed() and not page['#n'].is_displayed() and page['#go'].text == 'Continue'
     assert not any(element.is_displayed() for element in page.all('[data-mode=chat]'))
@@ -302,10 +293,7 @@ def test_works_with_the_keyboard(page):
 
 
 def test_squares_agree_with_the_cache(page):
-    """
-    While three samples with one prompt wait for their next step; a block and a request say what they have. Blocks of a
-    request that was served between two looks at the pool are remembered in grey, not as if free.
-    """
+    """While three samples wait for their next step. Blocks that a served request has left are grey, not as if free."""
     page.answers(prompt='another one', max_tokens=1)
     page.wait(lambda: page.squares().count('remembered') == len('another one') // 4)
     assert len({page['#pool > i.' + kind].value_of_css_property('background-color')
@@ -339,33 +327,25 @@ def test_squares_agree_with_the_cache(page):
 
 @pytest.mark.parametrize('width, scheme', sizes([(390, 'dark')], [
     (width, scheme) for width in (390, 1280) for scheme in ('dark', 'light')]))
-def test_pictures(chat, width, scheme, tmp_path):
-    """
-    Of each state, in the test's folder, to be looked at, in the full run. Nothing is wider than its place, text stands
-    out from its background (WCAG: a contrast of 4.5), and an error stands where one looks, also after a paste that
-    fills its field; it goes with New chat, and with a setting.
-    """
-    def look(name, *selectors):
-        check_look(chat, scheme, *selectors)
-        assert sizes(True, False) or chat.browser.save_screenshot(str(tmp_path / f'{name}-{width}-{scheme}.png'))
+def test_the_look_of_a_chat(chat, width, scheme):
+    """Nothing is wider than its place, text stands out (WCAG: a contrast of 4.5), an error is where one looks."""
+    look = partial(check_look, chat, scheme)
     with shown(chat, width, scheme, 860):
         chat['#settings summary'].click()
-        look('empty', 'label[for=message]', '#new', 'summary', '#set')
+        look('label[for=message]', '#new', 'summary', '#set')
         chat.ask('a word of more than its line: ' + 'x' * 80)
-        look('plain', '.asked pre', '.asked button', '.text', '.sample footer', '.found')
+        look('.asked pre', '.asked button', '.text', '.sample footer', '.found')
         chat.hear('And in Markdown?')
         chat.speak(MARKDOWN[:330])
-        look('streaming')
+        look()
         chat.speak(MARKDOWN[330:], end='stop')
-        look('answer', *('.text ' + each for each in (
+        look(*('.text ' + each for each in (
             'h3', 'code', 'a', 'blockquote', 'th', 'td', '.code span', '.code button', '.code code')))
         assert chat.visible('.turn:last-child footer')
-        chat.browser.execute_script("document.querySelector('.turn:last-child').scrollIntoView()")
-        look('beginning')
         chat.press('Edit turn 2')
         chat['#shelf summary'].click()
         chat.wait(lambda: chat.all('#list .name'))
-        look('list', '#list .name', '#list time', '#list button')
+        look('#list .name', '#list time', '#list button')
         chat['#shelf summary'].click()
         chat['#settings summary'].click()
         for forget in (partial(chat.fill, seed=7), chat['#new'].click):
@@ -373,21 +353,19 @@ def test_pictures(chat, width, scheme, tmp_path):
             chat.go()
             assert 'largest prompt' in chat.text('#error') and chat.visible('#error') and chat.visible('#go')
             assert chat.text('#error')[0].isupper() and chat['#message'].get_property('value') == 'a word\n' * 500
-            look('error', '#error', '#settings label', '#settings output', '#inspector')
+            look('#error', '#settings label', '#settings output', '#inspector')
             forget()
             assert not chat['#error'].is_displayed()
         assert not chat.turns()
 
 
 @pytest.mark.parametrize('width, scheme', sizes([(390, 'dark')], [(390, 'light'), (1280, 'dark')]))
-def test_pictures_of_samples(page, width, scheme, tmp_path):
+def test_the_look_of_samples(page, width, scheme):
     with shown(page, width, scheme, 860):
-        page.engine.allow(float('inf'))
         page['#settings summary'].click()
         page.fill(prompt=PROMPT, n=2, max_tokens=30)
         page.go()
         check_look(page, scheme, 'label[for=prompt]', '#samples pre', '#samples .given', '#samples footer', '#go')
-        assert sizes(True, False) or page.browser.save_screenshot(str(tmp_path / f'samples-{width}-{scheme}.png'))
 
 
 @contextmanager
@@ -461,8 +439,6 @@ def test_the_second_turn_finds_the_blocks_of_the_first(chat):
     assert chat.is_answered(said)
     found, of = (int(chat.all('.found')[1].text.split()[i]) for i in (0, 2))
     assert of == len(chat.tokenizer.conversation(said)) and first // 4 * 4 <= found < of
-    assert re.fullmatch(r'(20 tokens, cut off[\d.]+ m?s to the first token, [\d.,]+ tokens/s.*){2}',
-                        ''.join(footer.get_property('textContent') for footer in chat.all('.turn footer')))
 
 
 def test_a_turn_is_stopped_edited_and_repeated_and_the_page_asks_before_it_deletes_others(chat):
@@ -473,8 +449,6 @@ def test_a_turn_is_stopped_edited_and_repeated_and_the_page_asks_before_it_delet
     chat.wait(lambda: chat.finished() and not chat.engine.live)
     assert chat.text('.turn footer span').endswith(', stopped') and not chat.text('#error')
     assert chat.focused() == 'message'
-    chat.wait(lambda: chat.squares() == kinds(chat.client.get('/cache').json()))
-    assert not {'used', 'shared'} & set(chat.squares())  # its blocks are free
     chat.engine.allow(float('inf'))
     said = [*chat.turns(), dict(role='user', content='two')]
     chat.say('two')
@@ -561,10 +535,7 @@ Then
 
 
 def test_an_answer_is_markdown(chat):
-    """
-    Its elements are those of another parser while it streams, at its end and after a reload. A selection stays, and
-    what is read above; Copy gives the text as it came, with and without the clipboard of a secure page.
-    """
+    """Its elements are another parser's, at any time. A selection stays, and what is read. Copy gives the text."""
     judge = pytest.importorskip('markdown_it').MarkdownIt('commonmark', dict(html=False, breaks=True, xhtmlOut=True))
     tags = {'h1': 'h3', 'h2': 'h4', 's': 'del'}  # where the page differs
 
@@ -731,31 +702,23 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
         assert chat.press('Delete A name', end) == 'Delete “A name”?'
     assert not chat.turns() and names() == ['another <i>question</i>'] and chat.focused() == 'message'
 
-    one = chat.browser.current_window_handle
-    chat.browser.switch_to.new_window('tab')
-    try:
-        chat.open()
-        chat['#shelf summary'].click()
+    with second_tab(chat):
         chat.wait(lambda: names() == ['another <i>question</i>'])
         assert not chat.turns()
         chat.press('Delete another <i>question</i>', 'accept')
         assert not names() and chat.focused() == 'new'
-    finally:
-        chat.browser.close()
-        chat.browser.switch_to.window(one)
     chat.wait(lambda: not names())
 
 
 @contextmanager
 def second_tab(chat):
-    """A tab beside this one, with the newest chat. Yields a function that goes to the tab of a number, 0 or 1."""
+    """A tab beside this one, which shows the names of chats. Yields a function that goes to a tab, number 0 or 1."""
     one = chat.browser.current_window_handle
     chat.browser.switch_to.new_window('tab')
     tabs = one, chat.browser.current_window_handle
     try:
         chat.open()
         chat['#shelf summary'].click()
-        chat.wait(lambda: chat.all('#list .name'))[0].click()
         yield lambda number: chat.browser.switch_to.window(tabs[number])
     finally:
         chat.browser.switch_to.window(tabs[1])
@@ -769,7 +732,8 @@ def test_a_chat_goes_on_in_two_tabs(chat):
     begun = chat.turns()
     chat['#shelf summary'].click()
     with second_tab(chat) as go_to:
-        chat.wait(lambda: chat.turns() == begun)
+        chat.wait(lambda: chat.all('#list .name'))[0].click()
+        assert chat.turns() == begun
         chat.engine.allow(3)
         chat.say('long')
         chat.wait(lambda: len(chat.turns()) == 4 and chat.turns()[3]['content'])
@@ -793,6 +757,7 @@ def test_a_reload_shows_what_another_tab_has_written(chat):
     """Also where this one had a turn open, and so did not show it before."""
     chat.ask('first')
     with second_tab(chat) as go_to:
+        chat.wait(lambda: chat.all('#list .name'))[0].click()
         chat.press('Edit turn 1')
         go_to(0)
         chat.ask('second')

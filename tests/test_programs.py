@@ -1,7 +1,4 @@
-"""
-The programs that people use, each in a few lines against serve.py with SmolLM2-135M-Instruct: what docs/SERVING.md says
-of them. A program that is not installed is skipped. Those of Node are looked for in NODE_PATH.
-"""
+"""The programs of docs/SERVING.md that are installed, each against serve.py with SmolLM2-135M-Instruct."""
 import os
 import shutil
 import subprocess
@@ -13,6 +10,7 @@ from conftest import ENVIRONMENT, ROOT, SERVING, TIMEOUT, needs, sizes
 
 needs(*SERVING)
 
+from serving_process import started
 
 PERSON = """
 from typing import Literal
@@ -149,20 +147,11 @@ OFFLINE = dict(HF_HUB_OFFLINE='1', LITELLM_LOCAL_MODEL_COST_MAP='True', OPENAI_A
 
 
 @pytest.fixture(scope='module')
-def server(real_model, tmp_path_factory):
+def server(real_model):
     """(the address of the API, the model's name), for a server whose template has tools."""
-    log = tmp_path_factory.mktemp('server') / 'log'
-    command = [sys.executable, 'serve.py', f'--init_from={real_model}', '--port=0', '--speculate=off',
-               '--chat_template=chat/smollm2_tools.jinja', '--name=smol']
-    with open(log, 'w') as f:
-        process = subprocess.Popen(command, cwd=ROOT, stderr=f, env=ENVIRONMENT)
-    try:
-        while 'ready in' not in (said := log.read_text()):
-            assert process.poll() is None, said
-        yield said.partition('the page: ')[2].split()[0] + 'v1', 'smol'
-    finally:
-        process.terminate()
-        process.wait(TIMEOUT)
+    with started(ROOT, 'serve.py', f'--init_from={real_model}', '--port=0', '--speculate=off',
+                 '--chat_template=chat/smollm2_tools.jinja', '--name=smol') as (_, _, address):
+        yield f'{address}v1', 'smol'
 
 
 @pytest.fixture(scope='module')

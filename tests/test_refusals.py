@@ -1,7 +1,4 @@
-"""
-What the API refuses: an error names the first field that is wrong, and says what is wrong with it, for the bodies of
-completions, chats and responses.
-"""
+"""What the API refuses: an error names the first field of a body that is wrong, and says what is wrong with it."""
 import json
 
 import pytest
@@ -129,7 +126,8 @@ FORMS = [
         ('json', {'a': json.loads('[' * 300 + ']' * 300)}, 'deeply'), ('regex', '[a', 'regex'), ('lark', 'a', 'leave'),
         ('regex', '(?=a)b', 'look'), ('regex', '', 'empty'), ('regex', 'a' * (MOST_CHARACTERS + 1), 'characters'),
         ('choice', [''], 'empty'), ('grammar', 'start: nothing', 'nothing'),
-        ('grammar', 'start: "a"\nstart2: (', '2(10)')]),
+        ('grammar', 'start: "a"\nstart2: (', '2(10)'), ('grammar', 'x ::= "a"', "cannot be read: No 'root' rule"),
+        ('grammar', 'root ::= [a-', 'cannot be read: Unexpected end')]),
     (dict(structured_outputs=dict(choice=[1])), 'structured_outputs.choice.0', 'string'),
     (dict(structured_outputs=dict(regex='a', choice=['b'])), 'structured_outputs.choice', 'give one'),
     *((dict(structured_outputs=dict(regex='a'), response_format=dict(type='json_object')) | more,

@@ -92,10 +92,7 @@ def test_a_stream_says_step_by_step_what_the_whole_says(saying, said, fields, ki
 @pytest.mark.parametrize('stream', [False, True])
 @pytest.mark.parametrize('thought', ['', '<think>Hm</think>', '<think></think>'])
 def test_log_probabilities_come_of_tokens_without_text_too(stream, thought):
-    """
-    Parts of a character, and the end: each token comes by itself, and those of thoughts have none. At the end all of
-    them are written again.
-    """
+    """Of parts of a character, and of the end, but not of thoughts. At the end all of them are written again."""
     served = served_chat(QWEN)
     body = ResponseBody.model_validate(dict(input='Hi', top_logprobs=0, stream=stream, include=[
         'message.output_text.logprobs']))

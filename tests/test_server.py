@@ -1,8 +1,4 @@
-"""
-The server over HTTP: its addresses, its refusals and its answers; clients that go away or read slowly; the end of the
-process; bodies that nobody would send on purpose. Some engines step when a test says so; that with a model in PyTorch
-is compared with the model without cache.
-"""
+"""The server over HTTP: its addresses, refusals and answers; clients that leave or read slowly; the process's end."""
 import asyncio
 import inspect
 import json
@@ -77,23 +73,22 @@ def refused(response, status):
 
 
 def test_streamed_samples_are_the_unstreamed(drawing):
-    """
-    With stop strings, several samples, and characters whose text may begin a stop string. No chunk of a sample follows
-    the one that has its finish_reason.
-    """
-    body = dict(n=4, max_tokens=60, seed=11, stop=['e', 'ab', '. '], return_token_ids=True)
+    """With stop strings and what may begin one. Nothing follows a finish_reason; offsets go on from chunk to chunk."""
+    body = dict(n=4, max_tokens=60, seed=11, stop=['e', 'ab', '. '], return_token_ids=True, logprobs=0)
     whole = ask(drawing, **body)['choices']
     data = drawing.post('/v1/completions', json={'prompt': TEXT, 'stream': True, **body}).content
-    texts, tokens, reasons = [''] * 4, [[] for _ in range(4)], [None] * 4
+    texts, tokens, offsets, reasons = [''] * 4, [[] for _ in range(4)], [[] for _ in range(4)], [None] * 4
     *streamed, done = events(data)
     for event in streamed:
         (choice,) = event['choices']
         assert reasons[choice['index']] is None
         texts[choice['index']] += choice['text']
         tokens[choice['index']] += choice['token_ids']
+        offsets[choice['index']] += choice['logprobs']['text_offset']
         reasons[choice['index']] = choice['finish_reason']
     assert done == b'[DONE]' and reasons == [choice['finish_reason'] for choice in whole]
     assert texts == [choice['text'] for choice in whole] and tokens == [choice['token_ids'] for choice in whole]
+    assert offsets == [[*range(len(TEXT), len(TEXT) + len(ids))] for ids in tokens]
     assert not any(stop in text for text in texts for stop in body['stop'])
     assert 'stop' in {choice['finish_reason'] for choice in whole} and len({*texts}) == 4
 
@@ -198,8 +193,7 @@ def test_prompts_are_shown_to_the_machine_itself_or_behind_the_key(drawing):
     async def cache():
         async with httpx.AsyncClient(transport=away, base_url='http://192.0.2.2') as client:
             return (await client.get('/cache')).json()
-    import anyio
-    state = anyio.run(cache)
+    state = asyncio.run(cache())
     assert len(state['blocks']) == 96 and not any(block['text'] for block in state['blocks'])
     engine = spelling_engine()
     with serving(engine, api_key='secret') as client:
@@ -428,10 +422,7 @@ def test_connections_that_wait_are_closed(engine, monkeypatch):
 
 
 def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_stalls_nobody(monkeypatch):
-    """
-    Two clients read nothing while their answers, more than the buffers hold, are computed, and another one is served
-    from begin to end. Then one of them reads slowly: its text is whole, in few chunks. The other one is cut.
-    """
+    """Their answers are more than the buffers hold. The slow one's text is whole, in few chunks."""
     n, engine = 500, spelling_engine(block_size=600, n_pages=1200, max_queue=8)
     body = dict(prompt='a', n=4, max_tokens=n, stream=True, logprobs=20)
     with serving(engine) as client, post(client, body, 4096) as never, post(client, body, 4096) as slow:
@@ -473,12 +464,7 @@ def test_connections_have_a_limit(script):
 
 
 def test_heads_have_a_limit(engine):
-    """
-    It is refused before its end comes, and before the key is looked at; what is no request is a JSON error too.
-
-    Who asks for another protocol, as Java's client and curl --http2 do, gets this one, and a body is not lost. A client
-    that goes away before its body is complete asks for nothing.
-    """
+    """Before the key is looked at. A client that offers another protocol, as curl --http2, gets this one."""
     with serving(engine, api_key='secret') as client:
         with connected(client, b'GET / HTTP/1.1\r\nX: ') as connection, pytest.raises(OSError):
             for _ in range(200):  # 20 MB
@@ -487,7 +473,7 @@ def test_heads_have_a_limit(engine):
             with connected(client, data) as connection:
                 status, answer = read_all(connection)
             assert status == 400 and 'HTTP/1.1' in json.loads(answer)['error']['message']
-        connected(client, heads(dict(prompt='a'))[:-3]).close()
+        connected(client, heads(dict(prompt='a'))[:-3]).close()  # it asks for nothing
         head = (b'HTTP/1.1\r\nAuthorization: Bearer secret\r\nConnection: close, Upgrade, HTTP2-Settings\r\n'
                 b'Upgrade: h2c\r\nHTTP2-Settings: AAMAAABk')
         whole = heads(dict(prompt='a', max_tokens=3)).replace(b'HTTP/1.1', head)
@@ -604,29 +590,27 @@ def test_few_wait_for_a_thread_and_nobody_for_long(monkeypatch, bound, value):
 
 @pytest.mark.parametrize('stream', [True, False])
 def test_a_drain_has_a_limit(stream):
-    engine, answers = spelling_engine(n_allowed=0), []
-    with serving(engine, drain_seconds=0) as client:
-        def ask():
-            answers.append(client.post('/v1/completions', json=dict(prompt='a', stream=stream)))
-        thread = threading.Thread(target=ask)
-        thread.start()
+    engine = spelling_engine(n_allowed=0)
+    with serving(engine, drain_seconds=0) as client, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.post, '/v1/completions', json=dict(prompt='a', stream=stream))
         engine.until(lambda: engine.live)
         engine.step()
         client.process.handle_exit(signal.SIGTERM, None)
-        thread.join(20)
+        answer = asked.result(20)
         client.thread.join(20)
         assert not client.thread.is_alive() and engine.stats.finished == {'abort': 1}
     if stream:
-        *_, error, done = events(answers[0].content)
+        *_, error, done = events(answer.content)
         assert error['error']['type'] == 'service_unavailable' and done == b'[DONE]'
     else:
-        assert answers[0].status_code == 503
+        assert answer.status_code == 503
 
 
 def test_an_engine_that_has_ended_ends_the_server(engine):
     with serving(engine) as client:
         engine.dead = True
-        assert refused(client.get('/health'), 503)['code'] == 'dead'
+        with pytest.raises(APIError, match='the engine has ended'):  # while addresses are still answered
+            client.service.check_loaded()
         client.thread.join(20)
         assert not client.thread.is_alive()
 
@@ -656,10 +640,7 @@ run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
 
 @pytest.fixture
 def script(tmp_path):
-    """
-    A function that starts SCRIPT: (the process, a client of it, ready). Its engine makes so many steps, and it may open
-    so many files.
-    """
+    """A function that starts SCRIPT, for so many steps and open files. It returns (the process, a client of it)."""
     (tmp_path / 'server.py').write_text(SCRIPT)
     with ExitStack() as stack:
         def ready(n_steps, *n_files):
@@ -669,10 +650,7 @@ def script(tmp_path):
 
 
 def test_a_closed_terminal_loses_no_request(script):
-    """
-    `serve.py 2>&1 | tee` and Ctrl-C: stderr has no reader. An engine that failed goes on, and so does what runs, while
-    nothing new is taken; then the process ends.
-    """
+    """`serve.py 2>&1 | tee` and Ctrl-C: stderr has no reader. What runs goes on, and nothing new is taken."""
     process, client = script(10**9)
     process.stderr.close()
     assert refused(client.post('/v1/completions', json=dict(prompt='z')), 500)['type'] == 'server_error'

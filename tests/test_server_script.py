@@ -25,10 +25,7 @@ SMALL = ('--port=0', '--decoder=eager', '--n_blocks=16', '--page_size=4', '--dev
 
 
 def test_serves_the_newest_run(trained):
-    """
-    With the tokens that the model draws without a cache, greedy, and those of the engine for a seed; SIGTERM ends it
-    with exit code 0. It says where the page and the API are, and shows its key nowhere.
-    """
+    """With the tokens of the model without a cache, and of the engine for a seed. It says where, and shows no key."""
     with started(trained, 'serve.py', *SMALL, '--host=localhost', '--api_key=geheim7') as (process, lines, address):
         assert address.startswith('http://localhost:')
         assert f"the API of 'out' at {address}v1: /v1/completions\n" in lines and 'no API key' not in ''.join(lines)
@@ -56,10 +53,7 @@ def test_serves_the_newest_run(trained):
 
 
 def test_serves_a_chat_model_whose_file_is_cut_meanwhile(trained, tmp_path):
-    """
-    It says which APIs there are, what draws begin with, and how much a pool holds that is smaller than the context. A
-    file that is written anew in place ends nothing.
-    """
+    """It says what it serves and how draws begin. A file that is written anew in place ends nothing."""
     torch.manual_seed(0)
     formats.to_huggingface(plain_model.GPT(plain_model.GPTConfig(**LLAMA)), tmp_path, chat_tokenizer())
     (tmp_path / 'generation_config.json').write_text('{"temperature": 0.5, "top_k": 2, "eos_token_id": 2}')

@@ -1,7 +1,4 @@
-"""
-Thoughts before answers: their reader beside a regular expression, the openai client, what is sent back beside
-transformers, and forms that begin behind them.
-"""
+"""Thoughts before answers: their reader, the openai client, what is sent back, and forms that begin behind them."""
 import re
 from itertools import accumulate
 
@@ -79,8 +76,7 @@ def test_the_openai_client_gets_thoughts_and_sends_them_back(saying, name):  # n
     tokens = client.post('/tokenize', json=dict(messages=back, tools=TOOLS)).json()['tokens']
     other = [USER, back[1] | dict(reasoning=THOUGHT, reasoning_content=None), *back[2:]]  # vLLM's newer name
     assert tokens == client.post('/tokenize', json=dict(messages=other, tools=TOOLS)).json()['tokens']
-    theirs = their_tokenizer()
-    theirs.chat_template = QWEN if name == 'qwen' else OPENED
+    theirs = their_tokenizer(QWEN if name == 'qwen' else OPENED)
     called = [dict(id=c.id, function=dict(name=f, arguments=a)) for c, (f, a) in zip(message.tool_calls, CALLS)]
     said = dict(role='assistant', content='I look it up.', reasoning_content=THOUGHT, tool_calls=called)
     assert tokens == tokenizer.encode(theirs.apply_chat_template(

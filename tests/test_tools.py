@@ -1,7 +1,4 @@
-"""
-Tools: what the template shows of them, held against transformers; calls in answers, whole and in pieces; the openai
-client's own reading of them.
-"""
+"""Tools in templates, held against transformers; calls in answers, whole and in pieces."""
 import json
 import random
 from contextlib import ExitStack
@@ -9,7 +6,7 @@ from functools import cache
 
 import pytest
 from conftest import ROOT, SERVING, needs, sizes
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chat.template import ChatTemplate
@@ -21,7 +18,6 @@ needs(*SERVING)
 from example_models import CHAT, gpt
 from example_models import LLAMA as LLAMA_MODEL
 from serving_process import chat_tokenizer_with, chatting
-from test_api import events
 from test_chat_template import SMOLLM2, SPECIAL, n_refused, their_tokenizer
 from toy_executor import Saying, toy_model
 
@@ -82,10 +78,8 @@ def conversation(rng):
 
 @pytest.mark.parametrize('name', [*TEMPLATES, 'llama4', 'named'])
 def test_the_text_with_tools_is_that_of_transformers(name, tmp_path):
-    source, theirs = TEMPLATES.get(name), their_tokenizer()
-    if name == 'llama4':
-        source = real_llama()
-    theirs.chat_template = source
+    source = real_llama() if name == 'llama4' else TEMPLATES.get(name)
+    theirs = their_tokenizer(source)
     if name == 'named':  # as of Hermes 2 and 3
         named = [dict(name='default', template=CHAT + '\n'), dict(name='tool_use', template='\n' + QWEN + '\n')]
         (tmp_path / 'tokenizer_config.json').write_text(json.dumps(dict(chat_template=named)))
@@ -136,17 +130,8 @@ def read(form, text, cuts, most=9):
     return pieces, [(p.name, json.loads(p.arguments)) for p in pieces if isinstance(p, Call)]
 
 
-@given(st.lists(st.sampled_from(['"', '\\', '</tool_call>', '<', 'a', '\n']), max_size=14).map(''.join))
-def test_a_closing_tag_counts_outside_of_texts(text):
-    """The judge counts the quotes before each tag, which takes long where there are many."""
-    tag = '</tool_call>'
-    ends = [i for i in range(len(text)) if text.startswith(tag, i)
-            and text[:i].replace('\\\\', '').replace('\\"', '').count('"') % 2 == 0]
-    expected = (text[:ends[0]], tag, text[ends[0] + len(tag):]) if ends else (text, '', '')
-    assert Reader(HERMES, []).cut(text) == expected
-    assert Reader(HERMES, []).cut('"' + tag * 50_000) == ('"' + tag * 50_000, '', '')
-
-
+@example([('add', {'a"\\': '</tool_call>"\\'}), 'so'], [], '', False)  # a closing tag counts outside of texts
+@example(['a < b <tool'], [], '', False)
 @given(st.lists(SAID | A_CALL, max_size=5), CUTS, st.sampled_from(['\n', '', ' \n']), st.booleans())
 def test_calls_are_found_in_any_pieces(parts, cuts, blank, listed):
     """Texts are kept to the character but for blanks beside calls; where there are no calls, entirely."""
@@ -189,13 +174,15 @@ def test_calls_without_tags(written, n):
     assert read(LLAMA, written, [14, 20])[1] == [('add', dict(a=1))] * n
     if written.startswith('<'):
         assert all(read(LLAMA, written, [n])[1] for n in range(len(written)))
+    assert Reader(LLAMA, ['add']).push('I say') == ['I say']  # at once
     for before in 'I say: ', ';', '[':  # in one piece and in several
         assert read(LLAMA, before + written, [3, 20])[1] == read(LLAMA, before + written, [])[1] == []
     unclosed = HERMES.opens + '{"name": "add", "arguments": {"a": 1}}'
     reader = Reader(HERMES, ['add'])
     assert len(reader.push('<tool_call>{"name": "no", "arguments": {"a": "<tool_call>"}}</tool_call>') + reader.push(
         unclosed + HERMES.closes)) == 2  # each when it is complete
-    assert Reader(HERMES, ['add']).push((HERMES.opens + '"') * 50_000, last=True)  # in time
+    for many in HERMES.opens + '"', HERMES.closes:  # in time
+        assert Reader(HERMES, ['add']).push(HERMES.opens + '"' + many * 50_000, last=True)
     assert read(HERMES, unclosed, [3, 20])[1] == [('add', dict(a=1))]
     broken = HERMES.opens + '{"name": "add, "arguments": {}}' + HERMES.closes  # hides no call behind it
     assert read(HERMES, broken + unclosed + HERMES.closes, [3, 20])[1] == [('add', dict(a=1))]
@@ -268,8 +255,7 @@ def test_the_openai_client_reads_calls_and_sends_them_back(saying, name, paralle
         says('It is 0°.')
         answer = ours.chat.completions.create(model='chat', messages=back, tools=TOOLS).choices[0]
         assert (answer.message.content, answer.finish_reason, answer.message.tool_calls) == ('It is 0°.', 'stop', None)
-    theirs = their_tokenizer()
-    theirs.chat_template = TEMPLATES[name]
+    theirs = their_tokenizer(TEMPLATES[name])
     called = [dict(id=c.id, type='function', function=dict(name=f, arguments=a))
               for c, (f, a) in zip(message.tool_calls, calls)]
     said = dict(content=message.content) if text else {}
@@ -302,23 +288,6 @@ def test_a_conversation_goes_on_whatever_a_model_once_wrote(saying, given, expec
     item = dict(type='function_call', call_id='c', name='add', arguments=given)
     said = client.post('/v1/responses', json=dict(input=[item, dict(type='function_call_output', call_id='c')])).json()
     assert said['output'][0]['content'][0]['text'] == 'Yes.'
-
-
-@pytest.mark.parametrize('said', ['a < b, and no call', '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
-                                  '{"a": 1}', '<tool_call>{"name": "add", '])
-@pytest.mark.parametrize('name', ['qwen', 'llama'])
-def test_an_answer_without_a_call_is_a_text(saying, name, said):
-    client, says = saying(name)
-    says(said)
-    fields = dict(messages=[USER], tools=TOOLS, logprobs=True)
-    choice, = client.post('/v1/chat/completions', json=fields).json()['choices']
-    assert choice['message'] == dict(role='assistant', content=said, refusal=None) and choice['finish_reason'] == 'stop'
-    assert ''.join(each['token'] for each in choice['logprobs']['content']) == said + '<|im_end|>'
-    found = [event['choices'][0] for event in events(
-        client.post('/v1/chat/completions', json=fields | dict(stream=True)).content)[:-1]]
-    assert ''.join(each['delta']['content'] for each in found) == said and found[-1]['finish_reason'] == 'stop'
-    cut, = client.post('/v1/chat/completions', json=fields | dict(max_tokens=3, tool_choice='none')).json()['choices']
-    assert cut['finish_reason'] == 'length' and said.startswith(cut['message']['content'])
 
 
 @pytest.fixture(scope='module')
