@@ -6,8 +6,8 @@ keys. Sources: rotary positions, arXiv:2104.09864, scaled for long texts as Llam
 arXiv:2108.12409; windows with sinks, arXiv:2309.17453.
 """
 import math
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +96,8 @@ def positions_in_ring(last, n, config):
     return torch.where(slots < c.n_sink, slots, torch.maximum(slots, newest))
 
 
-class KeyPositions(NamedTuple):
+@dataclass(eq=False)
+class KeyPositions:
     """
     Where the keys are that a cache returns. pos: their positions, int64 (K,) or (B, K). allowed: bool, broadcastable
     to (B, T, K), False where a key is not of the query's sequence; None if all are allowed.
@@ -114,7 +115,7 @@ class Positions:
 
     def __init__(self, config, q_pos, dtype):
         self.config, self.q_pos, self.dtype = config, q_pos, dtype
-        self.masks = {}  # {(id(key_positions), n_keys): (key_positions, kept so that no other gets its id, mask)}
+        self.masks = {}  # {(key_positions, n_keys): mask}
         self.in_slots = {}  # {n: the `KeyPositions` of the first n slots}
         if config.position == 'rope':
             self.angles = self.cos_sin(q_pos)
@@ -158,9 +159,9 @@ class Positions:
         is_causal = key_positions is None and c.position != 'alibi' and not 0 < c.window < n_keys - c.n_sink
         if is_causal and self.q_pos.device.type not in MASKED:
             return None
-        if (key := (id(key_positions), n_keys)) not in self.masks:
-            self.masks[key] = key_positions, self.make_mask(key_positions, n_keys)
-        return self.masks[key][1]
+        if (key := (key_positions, n_keys)) not in self.masks:
+            self.masks[key] = self.make_mask(*key)
+        return self.masks[key]
 
     def make_mask(self, key_positions, n_keys):
         """bool or float, (T, K) or (B, 1, T, K), or with ALiBi float (n_head, T, K) or (B, n_head, T, K)."""

@@ -19,30 +19,20 @@ REST = 100           # between two rounds, steps take at least so many times wha
 
 class StepChoice:
     """
-    way: of the next step, (threads, how many bytes ahead weights are prefetched). `record` is told how long that step
-    took.
+    way: of the next step, (threads, how many bytes ahead weights are prefetched). is_trial: is this way timed for the
+    first time in a round? Steps are recorded one by one then. `record` is told how long a step took.
 
-    candidates: the ways to choose from, beginning with the first guess. trials: {way: nanoseconds of a step}, of the
-    present round. best: the way in use between rounds. challenger: another way that won the last round.
+    candidates: the ways to choose from, beginning with the first guess. best: the way in use between rounds.
     """
 
     def __init__(self, candidates):
-        self.candidates, self.best, self.challenger = candidates, candidates[0], None
-        self.interval, self.ended = SOONEST, -math.inf
-        self.rest = self.usual = 0  # nanoseconds until the next round, and of a step; 0: the next window begins a round
-        self.begin_round()
+        self.candidates, self.best, self.ended = candidates, candidates[0], -math.inf
+        self.begin()
 
-    def begin_round(self):
-        self.waiting, self.trials, self.spent = [w for w in self.candidates if w != self.best], {}, []
-        self.begin(self.best, TRIAL if self.waiting else WINDOW)
-
-    def begin(self, way, window):
-        self.way, self.window, self.steps, self.ns, self.least = way, window, 0, 0, math.inf
-
-    @property
-    def is_trial(self):
-        """True while a way is timed for the first time in a round: steps are recorded one by one then."""
-        return self.way not in self.trials and len(self.candidates) > 1
+    def begin(self):
+        rounds = self.choose()
+        next(rounds)
+        self.rounds = rounds
 
     def is_first(self, began):
         """Is a step that begins at this time the first of all, or the first after a pause?"""
@@ -55,40 +45,46 @@ class StepChoice:
         memory, caches and sleeping threads. With began=0 there is no pause before them.
         """
         is_first, self.ended = self.is_first(began), began + ns + others
-        if is_first:
-            return
-        self.steps += n_steps
-        self.ns += ns
-        self.least = min(self.least, ns / n_steps)
-        is_trial, shortest = self.is_trial, min(self.trials.values(), default=math.inf)
-        if self.ns >= self.window and (self.steps > 1 or is_trial and self.least > TOO_SLOW * shortest):
-            if is_trial:
-                self.end_trial()
-            else:
-                self.end_window()
+        if not is_first:
+            try:
+                self.rounds.send((ns, n_steps))
+            except StopIteration:  # an interrupt has ended it
+                self.begin()
 
-    def end_trial(self):
-        # the shortest of up to four steps counts: the first step of a new cache waits for memory from the system
-        self.trials[self.way] = self.least if self.steps <= 4 else self.ns / self.steps
-        self.spent.append((self.ns, self.steps))
-        if self.waiting:
-            return self.begin(self.waiting.pop(0), TRIAL)
-        fastest = min(self.trials, key=self.trials.get)
-        if fastest not in (self.best, self.challenger):  # two rounds have to agree: one may be disturbed
-            self.challenger = fastest
-            return self.begin_round()
-        self.interval = SOONEST if fastest != self.best else min(2 * self.interval, LATEST)
-        self.challenger = None
-        self.best, self.usual = fastest, self.trials[fastest]
-        cost = sum(ns - steps * self.usual for ns, steps in self.spent)
-        self.rest = max(self.interval * WINDOW, REST * cost)
-        self.begin(fastest, WINDOW)
+    def choose(self):
+        """Rounds, and what is between them: a generator that sets `way`, and is sent (ns, n_steps) of what was made."""
+        if len(self.candidates) == 1:
+            yield from self.timed(self.best, math.inf)
+        interval, challenger = SOONEST, None
+        while True:
+            trials, spent = {}, []
+            for way in sorted(self.candidates, key=lambda way: way != self.best):
+                shortest = min(trials.values(), default=math.inf)
+                ns, n_steps, least = yield from self.timed(way, TRIAL, TOO_SLOW * shortest)
+                # the shortest of up to four steps counts: the first step of a new cache waits for memory of the system
+                trials[way] = least if n_steps <= 4 else ns / n_steps
+                spent.append((ns, n_steps))
+            fastest = min(trials, key=trials.get)
+            if fastest not in (self.best, challenger):  # two rounds have to agree: one may be disturbed
+                challenger = fastest
+                continue
+            interval, usual = SOONEST if fastest != self.best else min(2 * interval, LATEST), trials[fastest]
+            rest = max(interval * WINDOW, REST * sum(ns - n_steps * usual for ns, n_steps in spent))
+            self.best, challenger = fastest, None
+            while rest >= 0:
+                ns, n_steps, _ = yield from self.timed(fastest, WINDOW)
+                rest -= ns
+                if ns / n_steps > SLOWER * usual:
+                    break
+                usual += (ns / n_steps - usual) / 4  # steps become slower while the context grows
 
-    def end_window(self):
-        mean, way = self.ns / self.steps, self.way
-        if len(self.candidates) > 1:
-            self.rest -= self.ns
-            if self.rest < 0 or mean > SLOWER * self.usual:
-                return self.begin_round()
-            self.usual += (mean - self.usual) / 4  # steps become slower while the context grows
-        self.begin(way, WINDOW)
+    def timed(self, way, window, too_slow=math.inf):
+        """
+        Make steps in a way until they have taken so long. One step is enough if it is too slow, two are otherwise.
+        Returns (nanoseconds, steps, the least nanoseconds of a step).
+        """
+        self.way, self.is_trial, ns, n_steps, least = way, window == TRIAL, 0, 0, math.inf
+        while ns < window or n_steps == 1 and least <= too_slow:
+            new, n = yield
+            ns, n_steps, least = ns + new, n_steps + n, min(least, new / n)
+        return ns, n_steps, least

@@ -132,8 +132,6 @@ class CPUExecutor:
             stays = batch.n_steps[going] > done
             going, newest = going[stays], np.ascontiguousarray(newest[stays])
         found = [column[column >= 0].tolist() for column in tokens.T]
-        for s, of_s in zip(batch.sequences, found):
-            s.settings.n_counted = s.n_drawn + len(of_s)
         return [SequenceOutput(of_s, kept[:len(of_s), i] if keep else None)
                 for i, (of_s, keep) in enumerate(zip(found, batch.logprobs))]
 

@@ -5,6 +5,9 @@ A draft has a `name`; `hold(layers)` and `refresh()`, as executors have them; `p
 returns n proposals for each sequence of a batch that decodes, int64 (n, S), n from 0 to k; and `cost`, how many more
 nanoseconds its first proposals are expected to take than later ones.
 """
+import copy
+import math
+
 import numpy as np
 
 from decode.batch import Batch
@@ -134,7 +137,8 @@ class ModelDraft:
     `kvcache.PagePool`; nothing else uses the two. The pool has the sequences of the last call, whatever the model's
     own pool does with them. If there is no room for all, or one fills its context, the draft proposes nothing.
 
-    sequences: {sequence of the last call: its `DraftSequence`}.
+    sequences: {sequence of the last call: its copy in the pool}. proposed: the last proposals for a copy; the keys and
+    values of all but the last of them are in the slots after n_computed.
     """
     cost = 0
 
@@ -162,8 +166,8 @@ class ModelDraft:
             self.pool.free(s)
         sequences, proposals = [*self.sequences.values()], np.empty((0, len(batch.sequences)), np.int64)
         if all([self.has_room(s, k) for s in sequences]):
-            if behind := [s for s in sequences if s.unread()]:
-                self.compute(behind, [s.unread() for s in behind], 0)
+            if behind := [s for s in sequences if unread(s)]:
+                self.compute(behind, [unread(s) for s in behind], 0)
             proposals = self.compute(sequences, batch.tokens[:, None], k)
             for s, column in zip(sequences, proposals.T):
                 s.proposed = column.tolist()
@@ -171,9 +175,10 @@ class ModelDraft:
         return proposals
 
     def begin(self, sequence):
-        """The `DraftSequence` of a sequence, with the tokens that the pool remembers."""
-        s = DraftSequence(sequence)
-        self.pool.begin(s, sequence.tokens)
+        """A copy of a sequence, with the same tokens, in the pool. Its context is never cut."""
+        s = copy.copy(sequence)
+        s.proposed, s.max_positions = [], math.inf
+        self.pool.begin(s, s.tokens)
         return s
 
     def has_room(self, s, k):
@@ -181,7 +186,7 @@ class ModelDraft:
         Are there positions and slots for all tokens of a sequence and k proposals? First the last proposals that were
         drawn since are counted as computed.
         """
-        self.pool.computed(s, s.n_right())
+        self.pool.computed(s, n_right(s))
         s.proposed, n_positions = [], len(s.tokens) + k - 1  # the last proposal needs none
         most = self.executor.model.config.max_positions
         return n_positions <= most and self.pool.extend(s, n_positions - s.n_computed)
@@ -194,26 +199,12 @@ class ModelDraft:
         return proposals
 
 
-class DraftSequence:
-    """
-    A sequence in the pool of a `ModelDraft`, with the attributes that an executor and a pool read. proposed: the last
-    proposals; the keys and values of all but the last of them are in the slots after n_computed.
-    """
-    whole = True
+def unread(s):
+    """The tokens of a copy that are not computed, a list. The newest one is not among them."""
+    return s.tokens[s.n_computed:-1]
 
-    def __init__(self, sequence):
-        self.sequence, self.tokens, self.settings = sequence, sequence.tokens, sequence.settings
-        self.salt, self.proposed = sequence.salt, []
 
-    @property
-    def n_drawn(self):
-        return self.sequence.n_drawn
-
-    def unread(self):
-        """The tokens that are not computed, a list. The newest one is not among them."""
-        return self.tokens[self.n_computed:-1]
-
-    def n_right(self):
-        """How many of the proposals in the slots have been drawn since."""
-        differs = [a != b for a, b in zip(self.proposed[:-1], self.unread())]
-        return [*differs, True].index(True)
+def n_right(s):
+    """How many of the proposals in the slots of a copy have been drawn since."""
+    differs = [a != b for a, b in zip(s.proposed[:-1], unread(s))]
+    return [*differs, True].index(True)

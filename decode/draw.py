@@ -40,7 +40,7 @@ class DrawSettings:
     token was drawn; in_prompt, uint8 (vocab_size,), 1 for the tokens in `prompt`, a list.
     """
     __slots__ = ('vocab_size', 'values', 'seed', 'stop_ids', 'min_tokens', 'bias_tokens', 'biases', 'penalised',
-                 'prompt', 'counts', 'in_prompt', 'n_counted', 'allowed')
+                 'prompt', 'counts', 'in_prompt', 'allowed')
 
     def __init__(self, vocab_size, seed=0, stop_ids=(), min_tokens=0, logit_bias=(), prompt=(), **values):
         if unknown := values.keys() - DEFAULTS.keys():
@@ -62,7 +62,7 @@ class DrawSettings:
         if any(map(math.isnan, self.biases)):
             raise ValueError("a bias must be a number, not nan: leave it out")
         self.vocab_size, self.penalised, self.prompt = vocab_size, self.values[4:] != (0.0, 0.0, 1.0), prompt
-        self.counts, self.in_prompt, self.n_counted, self.allowed = None, None, 0, None
+        self.counts, self.in_prompt, self.allowed = None, None, None
 
     def with_seed(self, seed):
         """The same settings for another sequence of this prompt, which has drawn nothing. Biases are shared."""
@@ -72,12 +72,10 @@ class DrawSettings:
 
     def count(self, drawn):
         """Make `counts`, which penalties read, those of `drawn`, a list of all tokens that the sequence has drawn."""
-        if self.penalised and (self.counts is None or self.n_counted != len(drawn)):
-            self.counts = np.bincount(np.array(drawn, np.int64), minlength=self.vocab_size)
-            if self.in_prompt is None:
-                self.in_prompt = np.zeros(self.vocab_size, np.uint8)
-                self.in_prompt[list(self.prompt)] = 1
-        self.n_counted = len(drawn)
+        self.counts = np.bincount(np.array(drawn, np.int64), minlength=self.vocab_size)
+        if self.in_prompt is None:
+            self.in_prompt = np.zeros(self.vocab_size, np.uint8)
+            self.in_prompt[list(self.prompt)] = 1
 
     @property
     def changes_logits(self):

@@ -32,7 +32,8 @@ class EagerExecutor:
     def __init__(self, model):
         self.model, self.layers = model, ()
         self.refresh()
-        self.type_kv = str(model.empty_cache(0)[0].k_cache.dtype).removeprefix('torch.')
+        empty = model.empty_cache(0)[0]
+        self.tuple_of, self.type_kv = type(empty), str(empty.k_cache.dtype).removeprefix('torch.')
 
     def refresh(self):
         """Look up the model's modules and weights anew."""
@@ -59,7 +60,7 @@ class EagerExecutor:
         model, counts, S = self.direct, batch.counts, len(batch.sequences)
         device = self.model.lm_head.weight.device
         T = counts[0] if counts.count(counts[0]) == S else 0  # T new tokens each: a batch (S, T); 0: one packed row
-        layers = self.views_of(batch, T)
+        layers = self.tuples_of(batch, T)
         if layers is None:
             own, *found = step_slots(self.model.config, batch)
             where = padded_keys(S, *found) if T else packed_keys(counts, *found)
@@ -73,16 +74,17 @@ class EagerExecutor:
             x = x[torch.from_numpy(rows).to(device)]
         return model.lm_head(x)
 
-    def views_of(self, batch, T):
-        """A `LayerView` for each layer, if the sequences lie side by side and bring T new tokens each, or None."""
-        if not T or self.model.config.window or self.layers[0].k.scale is not None:
+    def tuples_of(self, batch, T):
+        """Tuples of model.py over the slots, if the sequences lie side by side and bring T new tokens each, or None."""
+        weight, kind = self.model.lm_head.weight, self.model.lm_head.weight.device.type
+        computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        if not T or self.model.config.window or self.layers[0].k.data.dtype is not computed:
             return None
-        lengths = (batch.positions[T - 1::T] + 1).tolist()
-        n_keys, where = max(lengths), side_by_side(batch)
-        if where is None or where[3] < n_keys:
+        begin, where = batch.positions[::T], side_by_side(batch)
+        if where is None or where[3] < begin.max() + T:
             return None
-        is_ragged = min(lengths) < n_keys
-        return [LayerView(*layer.views(*where), n_keys, is_ragged) for layer in self.layers]
+        cache_pos = int(begin[0]) if (begin == begin[0]).all() else torch.from_numpy(begin).to(weight.device)
+        return [self.tuple_of(*layer.views(*where), cache_pos) for layer in self.layers]
 
 
 def drawn(sequences, logits):
@@ -147,30 +149,6 @@ def side_by_side(batch):
     if stride < 0 or any([b - a != stride for a, b in zip(first, first[1:])]):
         return None
     return first[0], stride, len(first), K
-
-
-class LayerView(NamedTuple):
-    """
-    The cache of one layer during one step of sequences that lie side by side, in the place of a `LayerKVCache`: see
-    model.py's `append`. Nothing is copied.
-    """
-    k_cache: torch.Tensor  # (S, n_kv_head, K, head_dim), position p of each sequence in row p
-    v_cache: torch.Tensor
-    n_keys: int            # positions of the longest sequence with its new tokens
-    is_ragged: bool        # do the sequences differ in length?
-
-    def append(self, k, v, positions):
-        """As `StepLayer.append`."""
-        n, T, key_positions = self.n_keys, k.size(2), None
-        if self.is_ragged:
-            key_positions = positions.of_slots(n)
-            for cache, new in ((self.k_cache, k), (self.v_cache, v)):
-                rows = torch.arange(len(new), device=new.device)[:, None]
-                cache[rows, :, positions.slots] = new.transpose(1, 2).to(cache.dtype)
-        else:
-            self.k_cache.narrow(2, n - T, T).copy_(k)
-            self.v_cache.narrow(2, n - T, T).copy_(v)
-        return self.k_cache.narrow(2, 0, n).to(k.dtype), self.v_cache.narrow(2, 0, n).to(k.dtype), key_positions, self
 
 
 class StepLayer(NamedTuple):

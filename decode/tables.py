@@ -134,8 +134,9 @@ class DrawTable:
     """The table of kernel/sampling.py for the sequences of a batch. n_threads: the most that draw."""
 
     def __init__(self, vocab_size, n_threads=1):
-        self.vocab_size, self.settings = vocab_size, []
+        self.vocab_size, self.settings, self.table = vocab_size, [], np.zeros(sampling.N_TABLE, np.int64)
         self.scratch = np.empty((n_threads, sampling.N_SCRATCH, vocab_size))
+        self.table[sampling.VOCAB_SIZE], self.table[sampling.SCRATCH] = vocab_size, self.scratch.ctypes.data
 
     def describe(self, sequences, done, return_soon, until, n=1):
         """
@@ -145,36 +146,27 @@ class DrawTable:
         """
         settings = [s.settings for s in sequences]
         for s in sequences:
-            if s.settings.penalised and not done:
+            if s.settings.penalised and not done:  # after that the compiled draw counts
                 s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
         if settings != self.settings or any([s.penalised for s in settings]):  # the same objects have the same settings
-            starts = np.cumsum([0, *[len(s.stop_ids) for s in settings]])
-            changes = np.zeros((len(settings), sampling.N_CHANGES), np.int64)
-            for row, s in zip(changes, settings):
-                if s.counts is not None:
-                    row[sampling.COUNTS], row[sampling.IN_PROMPT] = s.counts.ctypes.data, s.in_prompt.ctypes.data
-                if len(s.biases):
-                    row[sampling.N_BIASES] = len(s.biases)
-                    row[sampling.BIAS_TOKENS], row[sampling.BIASES] = s.bias_tokens.ctypes.data, s.biases.ctypes.data
+            rows, stops = np.zeros((len(settings), sampling.N_COLUMNS), np.int64), []
+            rows.view(np.float64)[:, :sampling.SEED] = [s.values for s in settings]
+            rows[:, sampling.SEED] = np.array([s.seed for s in settings], np.uint64).view(np.int64)
+            for row, s in zip(rows, settings):
+                stops.append(np.array(s.stop_ids, np.int64))
+                row[sampling.N_STOPS], row[sampling.N_BIASES] = len(s.stop_ids), len(s.biases)
                 row[sampling.MIN_TOKENS] = s.min_tokens
-                if s.allowed is not None:
-                    row[sampling.ALLOWED] = s.allowed.ctypes.data
-            self.arrays = {
-                sampling.SETTINGS: np.array([s.values for s in settings], np.float64),
-                sampling.SEEDS: np.array([s.seed for s in settings], np.uint64), sampling.CHANGES: changes,
-                sampling.STOP_STARTS: starts,
-                sampling.STOPS: np.array([token for s in settings for token in s.stop_ids], np.int64),
-                sampling.NUMBERS: np.zeros(len(settings), np.int64), sampling.SCRATCH: self.scratch}
-            self.table, self.settings = np.zeros(sampling.N_TABLE, np.int64), settings
-            self.table[sampling.N_SEQUENCES], self.table[sampling.VOCAB_SIZE] = len(settings), self.vocab_size
-            for index, array in self.arrays.items():
-                self.table[index] = array.ctypes.data
-        self.arrays[sampling.NUMBERS][:] = [s.n_drawn + done for s in sequences]
-        self.arrays[sampling.RETURN_SOON] = return_soon
+                for column, array in ((sampling.STOPS, stops[-1]), (sampling.COUNTS, s.counts),
+                                      (sampling.IN_PROMPT, s.in_prompt), (sampling.BIAS_TOKENS, s.bias_tokens),
+                                      (sampling.BIASES, s.biases), (sampling.ALLOWED, s.allowed)):
+                    if array is not None and len(array):
+                        row[column] = array.ctypes.data
+            self.rows, self.stops, self.settings = rows, stops, settings
+        self.rows[:, sampling.NUMBER] = [s.n_drawn + done for s in sequences]
+        self.table[sampling.N_SEQUENCES], self.table[sampling.SEQUENCES] = len(settings), self.rows.ctypes.data
+        self.return_soon = return_soon  # it must live as long as the call
         self.table[sampling.RETURN_SOON], self.table[sampling.UNTIL] = return_soon.ctypes.data, until
         self.table[sampling.STRIDE] = n * self.vocab_size
-        for s in settings:
-            s.n_counted = -1  # until the call has ended well: the compiled draw counts as it goes
         return self.table.ctypes.data
 
     def draw(self, sequences, logits, proposals=()):
@@ -191,9 +183,7 @@ class DrawTable:
                 found[i].append(int(tokens[i]))
             ended = [i for i in going if j == n - 1 or tokens[i] != proposals[j, i]
                      or found[i][-1] in sequences[i].settings.stop_ids]
-            for i in ended:
-                sequences[i].settings.n_counted = sequences[i].n_drawn + len(found[i])
-            self.arrays[sampling.NUMBERS][ended] = -1
+            self.rows[ended, sampling.NUMBER] = -1
             going = [i for i in going if i not in ended]
             if not going:
                 break

@@ -62,8 +62,10 @@ def test_the_trace_of_a_ring(monkeypatch, capsys):
         '[KVDBG][Attn L1] using cache T_k=10', '[KVDBG][Attn L1] mask T_q=1 T_k=10']
 
 
-@pytest.mark.parametrize('pool_of', [pool_for, CellPool])
-def test_the_trace_of_the_engine(traced, monkeypatch, capsys, pool_of):
+@pytest.mark.parametrize('pool_of, step', [
+    (pool_for, 'cache_pos=tensor([3, 2]) T=1 new_cache_pos=tensor([4, 3]) max_ctx=6'),  # the texts lie side by side
+    (CellPool, 'placed 2 rows, mask T_q=1 T_k=4')])
+def test_the_trace_of_the_engine(traced, monkeypatch, capsys, pool_of, step):
     """Its lines come from the model's own code, which the executor in PyTorch calls."""
     monkeypatch.setenv('KV_DEBUG_LAYER', '1')
     engine = Engine(traced, pool=pool_of(traced.config, 2, 6))
@@ -71,8 +73,8 @@ def test_the_trace_of_the_engine(traced, monkeypatch, capsys, pool_of):
     texts = engine.generate(prompts, 3, temperature=0)
     lines = capsys.readouterr().err.splitlines()
     assert texts == [plain.generate(torch.tensor([prompt]), 3, temperature=0)[0].tolist() for prompt in prompts]
-    for line in '[Attn L1] placed 5 rows, mask T_q=5 T_k=5', '[Attn L1] placed 2 rows, mask T_q=1 T_k=4':
-        assert '[KVDBG]' + line in lines
+    for line in 'placed 5 rows, mask T_q=5 T_k=5', step:
+        assert '[KVDBG][Attn L1] ' + line in lines
     assert not any('!!!' in line for line in lines)
     monkeypatch.delenv('KV_DEBUG')
     engine.generate([[1, 2, 3]], 1)

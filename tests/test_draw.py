@@ -221,7 +221,7 @@ def test_min_tokens_and_counts_of_what_was_drawn():
     for drawn in ([], [1], [1, 1, 3], [1]):
         penalised.count(drawn)
         assert penalised.counts.tolist() == [drawn.count(token) for token in range(5)]
-    penalised.counts[0], penalised.n_counted = 7, -1  # a call has failed
+    penalised.counts[0] = 7  # a call has failed
     penalised.count([1])
     assert penalised.counts.tolist() == [0, 1, 0, 0, 0]
 

@@ -59,7 +59,6 @@ def test_every_decoder_and_every_pool_prints_the_same(trained):
     for more, who in ((), model), (('--use_cache=False', '--batch_size=2'), model), (('--kv_cache=streams',), 'eager'):
         done = sample(trained, *settings, *more, KV_DEBUG='1')
         assert done.stdout == plain.stdout and who in done.stderr and '!!!' not in done.stderr
-        assert (' placed ' in done.stderr) == (who == 'eager')
     rounded = [sample(trained, *settings, '--kv_bits=8', *more) for more in ([], ['--kv_cache=streams'])]
     assert rounded[0].stdout == rounded[1].stdout and 'decoder: PyTorch, eager' in rounded[0].stderr
     assert 'int8 weights' in sample(trained, *settings, '--weights=int8', '--threads=1').stderr

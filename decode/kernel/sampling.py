@@ -35,39 +35,33 @@ from decode.kernel.vectors import (
 PER_PEAK = 64  # tokens of a part of a row, see `find_peaks`
 PER_SUM = 256  # tokens whose weights are added up together
 FEW, N_NARROWINGS = 256, 7  # `border` stops at an interval with at most FEW tokens, or after N_NARROWINGS passes
-# the columns of a sequence's settings: SETTING_NAMES of decode/draw.py in the same order
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
 # rows of the scratch, float64 (N_SCRATCH, vocab_size); most of them are used as float32 or int64
 WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
 
-# indices of the int64 table that describes the sequences of a step, in the order of their rows of logits
+# indices of the int64 table that describes the sequences of a step
 (N_SEQUENCES, VOCAB_SIZE,
- # addresses of arrays with one entry for each sequence. The entry is an int64 unless the line names another type
- SETTINGS,     # float64 (N_SETTINGS,)
- SEEDS,
- NUMBERS,      # how many tokens it has drawn
- CHANGES,      # (N_CHANGES,), see below
- STOP_STARTS,  # where its stop tokens begin in STOPS, and after the last sequence where they end
- # addresses of arrays that all sequences share
- STOPS,        # int64
- SCRATCH,      # float64 (threads, N_SCRATCH, vocab_size)
- RETURN_SOON,  # int64. Another thread sets it to 1; then no step follows
- # numbers
+ SEQUENCES,    # the address of int64 (N_SEQUENCES, N_COLUMNS), in the order of their rows of logits; see below
+ SCRATCH,      # the address of float64 (threads, N_SCRATCH, vocab_size)
+ RETURN_SOON,  # the address of an int64. Another thread sets it to 1; then no step follows
  STRIDE,       # from the logits of a sequence to those of the next one
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
- N_TABLE) = range(13)
+ N_TABLE) = range(8)
+
+# the columns of SEQUENCES: first SETTING_NAMES of decode/draw.py in the same order, float64
+(TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION,
+ SEED,
+ NUMBER,        # how many tokens it has drawn
+ N_STOPS, STOPS,  # n_stops, and the address of int64 (n_stops,): tokens that end it
+ MIN_TOKENS,    # so many tokens are drawn before a stop token can be
+ COUNTS,        # the address of int64 (vocab_size,): how often each token was drawn; 0 without penalties
+ IN_PROMPT,     # the address of uint8 (vocab_size,): 1 for the tokens of the prompt
+ N_BIASES, BIAS_TOKENS, BIASES,  # n_biases, and the addresses of int64 and float64 (n_biases,)
+ ALLOWED,       # the address of int64 (vocab_size // 64 + 1,), a bit for each token that may be drawn; 0 if all may
+ N_COLUMNS) = range(19)
 
 GOLDEN = uint64(0x9E3779B97F4A7C15)  # of the noise, as in decode/draw.py
 LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0, as there
 LOWEST = np.finfo(np.float32).min  # of the logits of tokens that can be drawn: -inf is less
-
-# indices of the int64 entry of CHANGES, which says what is done to the logits of a sequence
-(COUNTS,       # the address of int64 (vocab_size,): how often each token was drawn; 0 without penalties
- IN_PROMPT,    # the address of uint8 (vocab_size,): 1 for the tokens of the prompt
- N_BIASES, BIAS_TOKENS, BIASES,  # n_biases, and the addresses of int64 and float64 (n_biases,)
- MIN_TOKENS,   # so many tokens are drawn before a stop token can be
- ALLOWED,      # the address of int64 (vocab_size // 64 + 1,), a bit for each token that may be drawn; 0 if all may
- N_CHANGES) = range(8)
 
 
 @njit
@@ -334,17 +328,17 @@ def copy_allowed(row, n, allowed, own):
 
 
 @njit
-def change(row, n, changes, settings, number, stops, n_stops):
+def change(row, n, sequence, settings):
     """Apply biases, min_tokens and penalties to the n logits of a sequence, in place, in the order of vLLM."""
-    tokens, biases = longs_at(changes[BIAS_TOKENS]), doubles_at(changes[BIASES])
-    for i in range(changes[N_BIASES]):
+    tokens, biases, stops = longs_at(sequence[BIAS_TOKENS]), doubles_at(sequence[BIASES]), longs_at(sequence[STOPS])
+    for i in range(sequence[N_BIASES]):
         row[tokens[i]] += biases[i]
-    if number < changes[MIN_TOKENS]:
-        for i in range(n_stops):
+    if sequence[NUMBER] < sequence[MIN_TOKENS]:
+        for i in range(sequence[N_STOPS]):
             row[stops[i]] = -math.inf
-    if changes[COUNTS] == 0:
+    if sequence[COUNTS] == 0:
         return
-    counts, in_prompt = longs_at(changes[COUNTS]), bytes_at(changes[IN_PROMPT])
+    counts, in_prompt = longs_at(sequence[COUNTS]), bytes_at(sequence[IN_PROMPT])
     presence, frequency, repetition = settings[PRESENCE], settings[FREQUENCY], settings[REPETITION]
     for t in range(n):
         if counts[t] or in_prompt[t]:
@@ -354,39 +348,32 @@ def change(row, n, changes, settings, number, stops, n_stops):
 
 
 @njit
-def next_token(table, i, row, scratch):
-    """Draw the next token of sequence i from a row of logits. scratch: the address of the thread's."""
-    V, number = table[VOCAB_SIZE], longs_at(table[NUMBERS])[i]
-    settings, changes = doubles_at(table[SETTINGS] + 8 * N_SETTINGS * i), longs_at(table[CHANGES] + 8 * N_CHANGES * i)
-    if changes[COUNTS] != 0 or changes[N_BIASES] != 0 or number < changes[MIN_TOKENS] or changes[ALLOWED] != 0:
-        own, (stops, n_stops) = floats_at(scratch + 8 * V * CHANGED), stops_of(table, i)
-        if changes[ALLOWED] != 0:
-            copy_allowed(row, V, longs_at(changes[ALLOWED]), own)
+def next_token(sequence, settings, row, V, scratch):
+    """Draw the next token of a sequence from a row of V logits. scratch: the address of the thread's."""
+    number = sequence[NUMBER]
+    if (sequence[COUNTS] != 0 or sequence[N_BIASES] != 0 or number < sequence[MIN_TOKENS]
+            or sequence[ALLOWED] != 0):
+        own = floats_at(scratch + 8 * V * CHANGED)
+        if sequence[ALLOWED] != 0:
+            copy_allowed(row, V, longs_at(sequence[ALLOWED]), own)
         else:
             for t in range(V):  # the row stays: its logits may be wanted
                 own[t] = row[t]
-        change(own, V, changes, settings, number, stops, n_stops)
+        change(own, V, sequence, settings)
         row = own
     # the hash of the seed and of the token's number, as in `exponential_noise` of decode/draw.py
-    key = mixed(mixed(uint64(longs_at(table[SEEDS])[i]) + GOLDEN) + uint64(number + 1) * GOLDEN)
+    key = mixed(mixed(uint64(sequence[SEED]) + GOLDEN) + uint64(number + 1) * GOLDEN)
     token = drawn(row, V, settings, key, scratch)
-    longs_at(table[NUMBERS])[i] += 1
-    if changes[COUNTS] != 0:
-        longs_at(changes[COUNTS])[token] += 1
+    sequence[NUMBER] += 1
+    if sequence[COUNTS] != 0:
+        longs_at(sequence[COUNTS])[token] += 1
     return token
 
 
 @njit
-def stops_of(table, i):
-    """The tokens that end sequence i, and how many these are."""
-    starts = longs_at(table[STOP_STARTS])
-    return longs_at(table[STOPS] + 8 * starts[i]), starts[i + 1] - starts[i]
-
-
-@njit
-def is_stop(table, i, token):
-    stops, n_stops = stops_of(table, i)
-    for s in range(n_stops):
+def is_stop(sequence, token):
+    stops = longs_at(sequence[STOPS])
+    for s in range(sequence[N_STOPS]):
         if stops[s] == token:
             return True
     return False
@@ -399,12 +386,14 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     follow; 0 if one of its tokens ends its sequence, if RETURN_SOON is set, or if it is late.
     """
     table, tokens, ended = longs_at(table_at), longs_at(tokens_at), False
-    scratch = table[SCRATCH] + 8 * table[VOCAB_SIZE] * N_SCRATCH * thread
+    V, scratch = table[VOCAB_SIZE], table[SCRATCH] + 8 * table[VOCAB_SIZE] * N_SCRATCH * thread
     for i in range(thread, table[N_SEQUENCES], n_threads):
-        if longs_at(table[NUMBERS])[i] < 0:
+        at = table[SEQUENCES] + 8 * N_COLUMNS * i
+        sequence, row = longs_at(at), floats_at(logits_at + 4 * table[STRIDE] * i)
+        if sequence[NUMBER] < 0:
             continue
-        tokens[i] = next_token(table, i, floats_at(logits_at + 4 * table[STRIDE] * i), scratch)
-        ended |= is_stop(table, i, tokens[i])
+        tokens[i] = next_token(sequence, doubles_at(at), row, V, scratch)
+        ended |= is_stop(sequence, tokens[i])
     return 0 if ended or observe(longs_at(table[RETURN_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
