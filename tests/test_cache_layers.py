@@ -1,7 +1,4 @@
-"""
-The layers of a cache of cells under a model: shared, left out, on other devices, in several caches of which every
-operation changes all or none; gradients; masks.
-"""
+"""The layers of a cache of cells under a model: shared, left out, on other devices, in several caches."""
 import pytest
 import torch
 from example_models import f32
@@ -54,9 +51,7 @@ def test_a_layer_without_a_cache_refuses():
 
 
 def test_a_forward_pass_brings_slots_and_keys_to_each_layers_device():
-    """
-    On a fake device, which refuses tensors of other devices as a real one does. Results are where the new keys are.
-    """
+    """On a fake device, which refuses tensors of other devices. Results are where the new keys are."""
     with FakeTensorMode():
         c = CellCache(2, 2, 16, 8, 2, unified=False, device=lambda layer: ('cpu', 'cuda')[layer])
         keys, batch = [], c.batch({0: range(3), 1: range(3)})

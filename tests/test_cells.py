@@ -1,7 +1,4 @@
-"""
-Cells and streams by hand: batches, masks, shifts, memory, states that are refused. Random operations:
-test_cells_reference.py.
-"""
+"""Cells and streams by hand: batches, masks, shifts, memory, states. Random operations: test_cells_reference.py."""
 import json
 import tracemalloc
 
@@ -147,10 +144,7 @@ def attended_keys(c, seq, pos):
 
 @pytest.mark.parametrize('type_k', TOLERANCE)
 def test_64_shifts_do_not_drift(type_k):
-    """
-    Shifts back and forth: the error of the keys is the same at the end as before the first shift, or in float32 a
-    rounding error.
-    """
+    """Shifts back and forth: the error of the keys at the end is that before the first shift, but for float32."""
     c, raw = rotary_cache(type_k, kv_size=9)
     exact = rotated(raw, torch.arange(8))[:, 0]
     before = (attended_keys(c, 0, 8) - exact).abs().max()

@@ -1,6 +1,6 @@
 """
-Models that change while an executor exists, and models that are no plain GPT. An executor has the weights of the moment
-when it was made or refreshed; what numba's does not run it refuses; PyTorch's calls what is not of model.py as it is.
+Models that change while an executor exists, and models that are no plain GPT, which numba's executor refuses, and whose
+modules PyTorch's calls as they are.
 """
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""
-The next token: `draw`, the definition, and its compiled twin, against the same in NumPy, which keeps nothing of either.
-"""
+"""The next token: `draw`, the definition, and its compiled twin, against the same in NumPy."""
 import itertools
 import math
 import random

@@ -1,7 +1,4 @@
-"""
-The engine: what it gives is what the model gives without a cache, and what each text has alone, whatever runs beside
-it, whichever pool and executor, and whatever has happened before.
-"""
+"""The engine gives each text what the model gives it without a cache, in any company, pool and executor."""
 import contextlib
 import math
 import multiprocessing
@@ -46,10 +43,7 @@ def text_alone(model, prompt, n, **how):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_text_has_in_any_company_pool_and_executor_what_it_has_alone(kind):
-    """
-    Prompts of several lengths at once, two samples of each, on beyond the context: the tokens that the model draws
-    without a cache, and with the compiled step the bits of the logits that each has in an engine of its own.
-    """
+    """On beyond the context: the tokens of the model, and with the compiled step the bits of an engine of its own."""
     n_preempted = n_found = 0
     for seed in range(sizes(1, 8)):
         model, chooser, n_new = model_of(kind, seed, block_size=10), random.Random(seed), sizes(13, 24)
@@ -373,10 +367,7 @@ def test_a_constraint_that_fails_ends_its_own_sequence():
 
 @pytest.mark.parametrize('speculate', ['off', 'int4'])
 def test_constrained_sequences_beside_others(speculate, monkeypatch):
-    """
-    Each draws what it draws alone, with few pages as well, and after interrupts at any place. Others make several steps
-    in a call in which a constrained one makes its only one; such calls are short.
-    """
+    """Also after interrupts. Others make several steps in a call in which these make one; such calls are short."""
     monkeypatch.setattr('engine.engine.LONGEST_MASKED', 9.0)
     interrupts = []
 

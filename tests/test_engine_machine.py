@@ -1,7 +1,6 @@
 """
-Random requests, samples, steps, aborts, failures and new weights against the engine and its thread on the toy executor,
-with tiny pools of pages and of cells. Each token is compared with the one that its sample draws alone, computed without
-a cache, when it is delivered.
+Random requests, aborts, failures and new weights for the engine and its thread on the toy executor, with tiny pools.
+Each token that is delivered is compared with the one that its sample draws alone, computed without a cache.
 """
 import contextlib
 import io
@@ -37,10 +36,7 @@ BYTES = [bytes([byte]) for byte in b'abcdefgh'] + [b'\xe2\x82', b'\xac', b'ab', 
 
 
 class Toy(ToyExecutor):
-    """
-    Nobody draws the bad token; a call that has it fails. events: {number of a step: what happens in it}. n_asked: how
-    many calls have failed because the test asked for it.
-    """
+    """A call with the bad token fails. events: {step: what happens in it}. n_asked: calls that the test lets fail."""
 
     def __init__(self, model):
         super().__init__(model)

@@ -1,7 +1,4 @@
-"""
-formats/from_gguf.py and gguf_tokenizer.py, against those who write such files and those who read them: the gguf
-library, llama.cpp and transformers; with drawn models of each family, and with a real one.
-"""
+"""formats/from_gguf.py and gguf_tokenizer.py, against the gguf library, llama.cpp and transformers."""
 import itertools
 import json
 import os

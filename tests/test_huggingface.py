@@ -127,10 +127,7 @@ def test_a_qwen2_says_how_another_tokenizer_is_loaded(tmp_path, capsys):
 
 @pytest.mark.parametrize('config', [EASY, LLAMA])
 def test_copies_and_batches_of_characters(tmp_path, config):
-    """
-    A tokenizer that was copied or saved has the same ids. With a character that fills up a batch, from the left, each
-    answer is as the one alone.
-    """
+    """A copied tokenizer has the same ids. With a character that pads a batch, each answer is as the one alone."""
     ours = CharTokenizer.of_text('\n !<|end>abcdefox€')
     formats.to_huggingface(gpt(**config | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')

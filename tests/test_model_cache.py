@@ -1,7 +1,4 @@
-"""
-The cache of model.py: with it the logits are those of one pass without it, on every kind of model, for any chunks, at
-any length; and the mistakes that shipped in somebody's KV cache, each with the test that catches it.
-"""
+"""The cache of model.py: the logits are those of one pass without it, on every kind of model, for any chunks."""
 import numpy as np
 import pytest
 import torch
@@ -41,8 +38,10 @@ def cut(data, T):
 @settings(max_examples=sizes(60, 400), derandomize=True)
 @given(st.data())
 def test_any_chunks_give_the_logits_of_one_uncached_pass_and_of_the_judge(data):
-    model = model_of(data.draw(st.sampled_from([*MODELS])), data.draw(st.integers(0, 10**6)), torch.float64,
-                     n_layer=data.draw(st.integers(1, 3)))
+    kind, how = data.draw(st.sampled_from([*MODELS])), dict(n_layer=data.draw(st.integers(1, 3)))
+    if 'window' in kind:
+        how |= dict(window=data.draw(st.integers(1, 13)), n_sink=data.draw(st.integers(0, 3)))
+    model = model_of(kind, data.draw(st.integers(0, 10**6)), torch.float64, **how)
     endless = model.config.max_positions != model.config.block_size
     idx = torch.randint(VOCAB, (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 90 if endless else 40))))
     expected, (logits, cache) = plain(model, idx), in_chunks(model, idx, cut(data, idx.size(1)))
@@ -122,10 +121,7 @@ def test_going_back_by_a_window_and_one_is_free(window, n_sink):
 
 @pytest.mark.parametrize('position', ['none', 'rope', 'alibi'])
 def test_a_sliding_cache_is_a_banded_mask_and_not_recomputation(position):
-    """
-    Dropping the oldest keys is not the same as computing the shorter window anew, whatever the positions, as soon as
-    there are two layers. KV_CACHE.md tells the story; this is the measurement (pytest -s prints it).
-    """
+    """The measurement of KV_CACHE.md, which pytest -s prints: with two layers they differ, whatever the positions."""
     window, idx = 8, torch.randint(29, (1, 20), generator=torch.Generator().manual_seed(0))
     for n_layer in (1, 2, 4):
         model = model_of(position, 0, torch.float64, n_layer=n_layer)

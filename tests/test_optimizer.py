@@ -33,10 +33,7 @@ def steps(model, n, *optimizers):
 
 
 def test_a_step_is_that_of_torchs_muon_and_torchs_adamw(monkeypatch):
-    """
-    Each parameter alone in an optimizer of torch, with the same gradients: Muon has the matrices of the blocks. Torch's
-    products are in bfloat16, and here in float32 as ours.
-    """
+    """Each parameter alone in an optimizer of torch, whose Muon, which has the blocks' matrices, here is in float32."""
     model, twin = (small(bias=True, mlp='swiglu', tied=False, qk_norm=True) for _ in range(2))
     optimizer = make_optimizer(model, 'cpu', SETTINGS)
     alone = [torch.optim.Muon([p], lr=0.02, weight_decay=0.3) if '.h.' in name and p.dim() == 2

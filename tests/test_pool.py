@@ -1,7 +1,4 @@
-"""
-Pools of pages and of cells: by hand, and under random operations with a simulated storage, in which each slot holds the
-text whose last token's keys and values it has.
-"""
+"""Pools of pages and of cells: by hand, and under random operations, beside a storage whose slots hold texts."""
 from collections import Counter
 
 import pytest
@@ -52,11 +49,7 @@ def seen(config, n):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """
-    Sequences begin, grow, are forked, cut, cropped and freed.
-
-    held: what was computed in each slot, (salt, the tokens up to this one), for keys and values depend on all of them.
-    """
+    """held: what was computed in each slot, (salt, the tokens up to this one), on which its keys and values depend."""
 
     def __init__(self, kind, config):
         super().__init__()

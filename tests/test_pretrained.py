@@ -264,10 +264,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, config, change, line):
 
 @pytest.mark.parametrize('kept', [torch.bfloat16, torch.float32, torch.float64])
 def test_the_dtype_is_kept_or_given(tmp_path, kept):
-    """
-    Also where it differs within the file: a model computes in one, which has all of its numbers. Norms in a wider type
-    often have the numbers of a narrow one.
-    """
+    """Where it differs within the file, a model computes in the one that has all of its numbers."""
     def written(matrices, norms, wide=()):
         exported(tmp_path, ROPE, lambda weights: {
             k: (1.001 * v).to(norms).float() if k.endswith('norm.weight') else v.to(

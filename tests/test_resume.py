@@ -133,9 +133,7 @@ def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
 
 
 def test_the_best_model_stays_and_the_run_goes_on_from_its_end(repo):
-    """
-    With always_save_checkpoint=False, ten good iterations and ten at a rate that spoils the model, in one go or in two.
-    """
+    """Ten good iterations, and ten at a rate that spoils the model, in one go or in two."""
     bad = ('--init_from=resume', '--always_save_checkpoint=False', '--learning_rate=3', '--decay_lr=False',
            '--eval_interval=5')
     assert train(repo, '--max_iters=10').returncode == 0
@@ -176,8 +174,6 @@ def test_the_error_for_a_damaged_file_names_the_other_one(tmp_path):
     (tmp_path / 'ckpt.pt').write_bytes(b'garbage')
     with pytest.raises(ValueError, match=r'ckpt\.pt cannot be read .*; or move it away, to go on from .*_last\.pt$'):
         load_furthest(str(tmp_path))
-    (tmp_path / 'ckpt.pt').unlink()
-    assert load_furthest(str(tmp_path))[0]['iter_num'] == 5
 
 
 def checkpointer_in(folder, resume=True, first_iter=0):

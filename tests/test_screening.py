@@ -1,7 +1,4 @@
-"""
-Steps that compute only the logits that may be among the largest: these have the bits of a step that computes all, no
-token that may be drawn is left out, and the tokens are the same, whatever the weights are like.
-"""
+"""Steps that compute only the logits that may be among the largest draw the tokens of steps that compute all."""
 import math
 
 import numpy as np

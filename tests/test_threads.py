@@ -1,7 +1,4 @@
-"""
-Which executor `decode.best` takes; how many threads numba's finds to be the fastest; its process: interrupts at any
-time, forks, its end.
-"""
+"""Which executor `decode.best` takes; how many threads are the fastest; interrupts, forks, the end of a process."""
 import itertools
 import linecache
 import multiprocessing

@@ -1,8 +1,6 @@
 """
-An executor for tests of scheduling: its slots hold tokens in place of keys and values, and it asserts every read.
-
-The logits of a token are a function of all tokens up to it and of the weights, so a sequence that was given anything of
-another one, or old weights, draws other tokens than alone.
+An executor for tests of scheduling, whose slots hold tokens. It asserts every read. Its logits are a function of all
+tokens and of the weights: a sequence that was given anything of another one draws other tokens than alone.
 """
 import math
 from contextlib import nullcontext
@@ -160,10 +158,7 @@ def change_weights(model):
 
 
 class ToyConstraint:
-    """
-    For a sequence's `constraint`: what may follow some tokens says `may_follow`. It asserts that its sequence has drawn
-    nothing else, and that it takes each token once. fails: called with the drawn tokens; it may raise.
-    """
+    """A `constraint` by `may_follow`, which it asserts of what was drawn. fails: called with that; it may raise."""
 
     def __init__(self, vocab_size, most=4, ends=(), fails=lambda drawn: None):
         self.vocab_size, self.most, self.ends, self.fails = vocab_size, most, ends, fails
