@@ -97,30 +97,20 @@ def drawn(cache):
     return [str(one) for one in cache.caches], [cells.head for one in cache.caches for cells in one.streams]
 
 
+@pytest.mark.parametrize('unified', [True, False])
 @torch.inference_mode()
-def test_logits_are_those_of_layers_with_and_without_a_window():
+def test_layers_with_and_without_a_window_and_a_batch_without_room_in_the_second_cache(unified):
     m, idx = deep_model()
-    expected = exact(m, idx, windows=[0, 4, 0, 4])
-    for unified in (True, False):
-        cache = hybrid(unified=unified)
-        got = logits_in_chunks(m, idx, [5, 1, 4, 3], cache)
-        assert torch.allclose(got, expected, atol=1e-4)
-    assert cache.seq_pos_max(0) == 12 and cache.seq_pos_min(0) == cache.caches[1].seq_pos_min(0) > 0
-
-
-@torch.inference_mode()
-def test_a_batch_without_room_in_the_second_cache_changes_neither():
-    m, idx = deep_model()
-    cache = hybrid()
+    cache = hybrid(unified=unified)
     before = drawn(cache)
     with pytest.raises(ValueError, match='full: 13 cells'):
         cache.place(cache.batch({0: range(13)}))
     with pytest.raises(NoSlot):
         cache.find_slot(cache.batch({0: range(9)}))
-    assert drawn(cache) == before
-    expected = exact(m, idx, windows=[0, 4, 0, 4])
-    got = logits_in_chunks(m, idx, [8, 4, 1], cache)  # the retry
+    assert drawn(cache) == before, "neither has changed"
+    expected, got = exact(m, idx, windows=[0, 4, 0, 4]), logits_in_chunks(m, idx, [5, 1, 4, 3], cache)
     assert torch.allclose(got, expected, atol=1e-4)
+    assert cache.seq_pos_max(0) == 12 and cache.seq_pos_min(0) == cache.caches[1].seq_pos_min(0) > 0
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])

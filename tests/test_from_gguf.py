@@ -1,4 +1,5 @@
 """formats/from_gguf.py and gguf_tokenizer.py, against the gguf library, llama.cpp and transformers."""
+import dataclasses
 import itertools
 import json
 import os
@@ -34,6 +35,7 @@ import decode
 import formats
 import model as plain_model
 import tokenizer as tokenizers
+from benchmarks.shapes import LLAMAS
 from decode.weights import PackedWeights
 from engine import Engine
 from formats.from_gguf import GGUFFile
@@ -395,8 +397,6 @@ def test_the_scripts_take_a_file(small, repo):
 
 # memory
 
-QWEN2_05B = dict(block_size=32768, vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864,
-                 bias=False, position='rope', norm='rms', mlp='swiglu', qkv_bias=True)
 SERVED = """
 import re, sys
 from serving.loading import load_engine
@@ -414,7 +414,7 @@ def test_half_a_billion_weights_are_served_in_less_than_1_2_gib(tmp_path):
     pairs = [a + b for a, b in itertools.product(letters, letters)]
     triples = [a + b for a, b in itertools.islice(itertools.product(pairs, letters), 151643 - 256 - len(pairs))]
     merges = [f'{text[:-1]} {text[-1]}' for text in pairs + triples]
-    model = GPT(GPTConfig(**QWEN2_05B))
+    model = GPT(dataclasses.replace(LLAMAS['qwen0.5b'], block_size=32768))
     formats.to_gguf(model, tmp_path / 'model.gguf', 'q8_0')
     source = GGUFFile(str(tmp_path / 'model.gguf'))
     blocks = {name: (np.fromfile(source.path, np.uint8, t.row_bytes * t.shape[0], offset=t.start)

@@ -47,32 +47,29 @@ def test_a_step_is_that_of_torchs_muon_and_torchs_adamw(monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize('damage, message', [
-    (lambda s: s.clear(), 'param_groups'),
-    (lambda s: s['param_groups'][0]['params'].pop(), 'is of .* parameters'),
-    (lambda s: s['state'].update({0: 3}), ''),
-    (lambda s: s['state'][0].update(step='x'), ''),
-    (lambda s: s['state'][0].update(exp_avg=3), ''),
-    (lambda s: s['state'].update({0: s['state'][1], 1: s['state'][0]}), 'exp_avg is .* and its parameter'),
-    (lambda s: s['state'][s['param_groups'][2]['params'][0]].update(momentum_buffer=torch.ones(3, 8)), r'is \(3, 8\)')])
-def test_a_state_that_does_not_fit_is_refused_in_words(damage, message):
+@pytest.mark.parametrize('name, damage, message', [
+    *[('optimizer', *row) for row in (
+        (lambda s: s.clear(), 'param_groups'),
+        (lambda s: s['param_groups'][0]['params'].pop(), 'is of .* parameters'),
+        (lambda s: s['state'].update({0: 3}), ''),
+        (lambda s: s['state'][0].update(step='x'), ''),
+        (lambda s: s['state'][0].update(exp_avg=3), ''),
+        (lambda s: s['state'].update({0: s['state'][1], 1: s['state'][0]}), 'exp_avg is .* and its parameter'),
+        (lambda s: s['state'][s['param_groups'][2]['params'][0]].update(momentum_buffer=torch.ones(3, 8)),
+         r'is \(3, 8\)'))],
+    *[('rng', state, '') for state in (
+        {'torch': None}, {'torch': 3, 'cuda': []}, {'torch': torch.ones(3), 'cuda': []})],
+    ('best_val_loss', None, ''), ('best_val_loss', 'x', '')])
+def test_a_state_that_does_not_fit_is_refused_in_words(name, damage, message):
+    """damage: a function that changes the state, or another one in its place."""
     model = small()
     optimizer = make_optimizer(model, 'cpu', SETTINGS)
     steps(model, 1, optimizer)
     resumed = dict(optimizer=optimizer.state_dict())
     restore(resumed, make_optimizer(model, 'cpu', SETTINGS), None)
-    damage(resumed['optimizer'])
-    with pytest.raises(ValueError, match=f"the optimizer state of the checkpoint does not fit, .*{message}"):
+    damage(resumed[name]) if callable(damage) else resumed.update({name: damage})
+    with pytest.raises(ValueError, match=f"the {name} state of the checkpoint does not fit, .*{message}"):
         restore(resumed, make_optimizer(model, 'cpu', SETTINGS), None)
-
-
-@pytest.mark.parametrize('name, state', [
-    ('rng', {'torch': None}), ('rng', {'torch': 3, 'cuda': []}), ('rng', {'torch': torch.ones(3), 'cuda': []}),
-    ('best_val_loss', None), ('best_val_loss', 'x')])
-def test_other_wrong_states_are_refused_in_words(name, state):
-    optimizer = make_optimizer(small(), 'cpu', SETTINGS)
-    with pytest.raises(ValueError, match=f"the {name} state of the checkpoint does not fit"):
-        restore({'optimizer': optimizer.state_dict(), name: state}, optimizer, None)
 
 
 @pytest.mark.parametrize('settings, message', [

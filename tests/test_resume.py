@@ -3,7 +3,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -116,20 +115,6 @@ def test_a_signal_while_processes_agree_stops_the_next_iteration(handled, monkey
             request.ask(signal.SIGTERM, None)
     monkeypatch.setattr(stopping.dist, 'all_reduce', all_reduce)
     assert [request.agreed(2, 'cpu') for _ in range(3)] == [False, False, True] and seen == [0.0, 0.0, 1.0]
-
-
-def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
-    settings = ('--max_iters=1000000', '--eval_interval=1', '--eval_iters=1', '--n_embd=128')  # saves every iteration
-    for delay in sizes((0.013,), (0.0, 0.013, 0.031, 0.057, 0.111)):
-        (repo / 'out' / 'log.csv').unlink(missing_ok=True)
-        process = start_training(repo, *settings)
-        wait_for_rows(process, repo / 'out', 6)
-        time.sleep(delay)
-        process.kill()
-        process.communicate(timeout=300)
-        n = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['iter_num']
-        assert n > 0
-    assert train(repo, *settings[2:], '--init_from=resume', f'--max_iters={n + 2}').returncode == 0
 
 
 def test_the_best_model_stays_and_the_run_goes_on_from_its_end(repo):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import sizes
+from drafting import given
 from test_executors import TWO, Slots, Text
 
 import decode
@@ -85,25 +86,16 @@ def test_the_largest_logits_have_the_bits_of_all_and_none_of_them_is_left_out(
 @pytest.mark.parametrize('settings', [
     dict(temperature=0.0), dict(top_k=20), dict(top_k=1), dict(top_k=70, top_p=0.7, temperature=1.3),
     dict(top_k=40, min_p=0.1), dict(top_k=20, repetition_penalty=1.2), dict(top_k=79), dict(top_p=0.9),
-    dict(top_k=20, logit_bias={5: 9.0})])
+    dict(top_k=20, logit_bias={5: 9.0}), dict(temperature=0.0, presence_penalty=-9.0),
+    dict(temperature=0.0, stop_ids=range(0, V, 2), min_tokens=99)])
 def test_the_same_tokens_are_drawn(settings, monkeypatch):
-    model, prompts = gpt(3, 64, n_layer=2), [[7, 8, 9], [1], [2, 3]]
-    found = [Engine(model, executor_of(model, monkeypatch, screened)).generate(prompts, 40, seed=5, **settings)
-             for screened in (True, False)]
-    assert found[0] == found[1]
-
-
-def test_when_all_logits_are_computed(monkeypatch):
-    executor = executor_of(gpt(), monkeypatch)
-
-    def n_largest(*settings):
-        return executor.n_largest([text_of([1], **s) for s in settings], [False])
-    assert n_largest(dict(temperature=0.0), dict(top_k=7)) == 7
-    assert n_largest(dict(temperature=0.0)) == 1
-    for other in (dict(top_k=0), dict(top_k=V // 64 + 1), dict(top_k=7, presence_penalty=0.1),
-                  dict(top_k=7, stop_ids=[3], min_tokens=2), dict(temperature=0.0, logit_bias={3: 1.0})):
-        assert n_largest(dict(top_k=7), other) == 0, other
-    assert n_largest(*[dict(top_k=7)] * 5) == 0
+    """Of 3 rows, which have the settings or draw the likeliest token, and of 5, of which all logits are computed."""
+    model, hows = gpt(3, 64, n_layer=2), (settings, dict(temperature=0.0), settings)
+    for rows in hows, hows[:1] * 5:
+        requests = [([7, i, 9], 40, dict(seed=i) | how) for i, how in enumerate(rows)]
+        some, every = (given(Engine(model, executor_of(model, monkeypatch, screened)), requests)
+                       for screened in (True, False))
+        assert some == every
 
 
 def test_weights_that_change_and_weights_that_are_no_numbers(monkeypatch):

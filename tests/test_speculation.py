@@ -248,12 +248,8 @@ def test_auto_takes_fewer_bits_for_large_models_and_few_sequences(monkeypatch):
     assert type(decode.best(m, 1)) is type(decode.best(m, 9, speculate='auto')) is CPUExecutor
     assert type(decode.best(m, 1, 'int8', speculate='auto')) is CPUExecutor
     assert decode.best(m, 1, 'int8', speculate='int4').draft.name == 'int4 weights'
-    for how, words in ((dict(speculate='int9'), 'speculate must be auto, off, int4, int8, ngram'),
-                       (dict(speculate='int8', weights='int8'), 'more bits'),
-                       (dict(speculate='ngram', name='eager'), 'for the cpu decoder: leave decoder=eager out'),
-                       (dict(speculate='off', draft=draft_of('model')), 'a draft takes speculate=auto')):
-        with pytest.raises(ValueError, match=words):
-            decode.best(m, 1, **how)
+    with pytest.raises(ValueError, match='more bits'):
+        decode.best(m, 1, 'int8', speculate='int8')
     with pytest.raises(ValueError, match=f"has a vocabulary of {VOCAB}, and the model one of {VOCAB + 1}"):
         decode.best(model_of('rope', vocab_size=VOCAB + 1), 1, speculate='auto', draft=draft_of('model'))
 

@@ -151,12 +151,6 @@ class Saying(ToyExecutor):
         return batch.result(logits, parts, drawn)
 
 
-def change_weights(model):
-    """Give the weights another version, as an optimizer would."""
-    with torch.no_grad():
-        next(model.parameters()).flatten()[0] += 0.01
-
-
 class ToyConstraint:
     """A `constraint` by `may_follow`, which it asserts of what was drawn. fails: called with that; it may raise."""
 
