@@ -86,8 +86,8 @@ def test_the_largest_logits_have_the_bits_of_all_and_none_of_them_is_left_out(
 @pytest.mark.parametrize('settings', [
     dict(temperature=0.0), dict(top_k=20), dict(top_k=1), dict(top_k=70, top_p=0.7, temperature=1.3),
     dict(top_k=40, min_p=0.1), dict(top_k=20, repetition_penalty=1.2), dict(top_k=79), dict(top_p=0.9),
-    dict(top_k=20, logit_bias={5: 9.0}), dict(temperature=0.0, presence_penalty=-9.0),
-    dict(temperature=0.0, stop_ids=range(0, V, 2), min_tokens=99)])
+    dict(top_k=20, logit_bias={5: 9.0}), dict(temperature=0.0, presence_penalty=9.0),
+    dict(temperature=0.0, stop_ids=range(1, V), min_tokens=99)])
 def test_the_same_tokens_are_drawn(settings, monkeypatch):
     """Of 3 rows, which have the settings or draw the likeliest token, and of 5, of which all logits are computed."""
     model, hows = gpt(3, 64, n_layer=2), (settings, dict(temperature=0.0), settings)
@@ -127,43 +127,36 @@ def test_logits_that_are_not_numbers(bad, monkeypatch):
         slots.run({text: 1}, 1)
 
 
-def test_weights_of_which_too_few_are_left_out(monkeypatch):
-    """Later steps, of the same call too, compute all logits, until weights change."""
-    model = gpt(5)
-    with torch.no_grad():
-        rows_nearly_alike(model.lm_head.weight)
-    executor = executor_of(model, monkeypatch)
-    tokens = Engine(model, executor).generate([[1, 2], [3]], 20, top_k=9)
-    assert not executor.packed.is_screened
-    assert tokens == Engine(model, executor_of(model, monkeypatch, False)).generate([[1, 2], [3]], 20, top_k=9)
-    monkeypatch.setattr(weights, 'CACHED', 0)
-    executor.refresh()
-    assert executor.packed.is_screened
-
-
-def test_an_lm_head_that_is_no_longer_the_embedding(monkeypatch):
-    """The config may still say that it is."""
-    model = gpt(6)
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().roll(7, 0))
-    assert model.config.tied
-    monkeypatch.setattr(weights, 'CACHED', 0)
-    executor, prompt = CPUExecutor(model), torch.tensor([[5, 6, 7]])
-    expected = model.eval().generate(prompt, 12, temperature=0.0)[0].tolist()
-    assert Engine(model, executor).generate([[5, 6, 7]], 12, temperature=0.0)[0] == expected
-
-
-@pytest.mark.parametrize('of_head, of_norm, is_screened', [(1e21, 1e-12, False), (1, 1e18, True)])
-def test_weights_and_inputs_without_bounds(of_head, of_norm, is_screened, monkeypatch):
-    model = gpt(7)
-    with torch.no_grad():
+def scaled(of_head, of_norm):
+    def scale(model):
         model.lm_head.weight[9] *= of_head
         model.transformer.ln_f.weight *= of_norm
+    return scale
+
+
+def untie(model):
+    """The config still says that lm_head is the embedding."""
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.roll(7, 0))
+
+
+@pytest.mark.parametrize('how, change, is_screened', [
+    ({}, lambda model: rows_nearly_alike(model.lm_head.weight), True), ({}, scaled(1, 1e18), True),
+    ({}, scaled(1e21, 1e-12), False), ({}, untie, False), ({}, lambda model: model.bfloat16(), False),
+    (dict(tied=False), lambda model: None, False), (dict(n_layer=40), lambda model: None, False)])
+def test_models_with_and_without_a_screen_draw_the_same_tokens(how, change, is_screened, monkeypatch):
+    """Where too few are left out, later steps, of the same call too, compute all logits, until weights change."""
+    model = gpt(7, **how)
+    with torch.no_grad():
+        change(model)
     monkeypatch.setattr(weights, 'CACHED', 0)
     executor = CPUExecutor(model)
+    assert executor.packed.is_screened == is_screened and not CPUExecutor(model, 'int8').packed.is_screened
+    found = Engine(model, executor).generate([[1, 2], [3]], 20, top_k=9)
+    assert not executor.packed.is_screened
+    executor.refresh()
     assert executor.packed.is_screened == is_screened
-    found = Engine(model, executor).generate([[1, 2], [3]], 9, temperature=0.0)
     monkeypatch.setattr(weights, 'CACHED', math.inf)
-    assert found == Engine(model, CPUExecutor(model)).generate([[1, 2], [3]], 9, temperature=0.0)
+    assert found == Engine(model, CPUExecutor(model)).generate([[1, 2], [3]], 20, top_k=9)
 
 
 def test_rounds_with_drafts_take_the_way_of_screened_steps(monkeypatch):
@@ -174,10 +167,3 @@ def test_rounds_with_drafts_take_the_way_of_screened_steps(monkeypatch):
     monkeypatch.setattr(executor.target, 'choice', lambda *how: asked.append(how) or choice(*how))
     Engine(model, executor).generate([[1, 2, 1, 2]], 40, temperature=0.0)
     assert (1, True) in asked and (1, False) not in asked and (1,) not in asked
-
-
-def test_models_without_a_screen(monkeypatch):
-    monkeypatch.setattr(weights, 'CACHED', 0)
-    for model, how in ((gpt(n_layer=40), {}), (gpt(tied=False), {}), (gpt().bfloat16(), {}),
-                       (gpt(), dict(weights='int8'))):
-        assert not CPUExecutor(model, **how).packed.is_screened
