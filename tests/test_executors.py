@@ -42,9 +42,9 @@ KINDS = {name: (name, {}) for name in MODELS} | MORE
 class Text:
     """A sequence, as executors read it."""
 
-    def __init__(self, tokens, **how):
+    def __init__(self, tokens, vocab_size=VOCAB, **how):
         self.tokens, self.n_drawn, self.n_computed, self.n_writable, self.runs = list(tokens), 0, 0, 0, Runs()
-        self.settings = DrawSettings(VOCAB, **dict(temperature=0.0, prompt=tokens) | how)
+        self.settings = DrawSettings(vocab_size, **dict(temperature=0.0, prompt=tokens) | how)
 
 
 class Slots:

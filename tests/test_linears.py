@@ -3,8 +3,6 @@ import hashlib
 import itertools
 import math
 import os
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import llvmlite.binding as llvm
@@ -13,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import WEIGHTS, sizes
+from conftest import run as run_script
 from numba import njit
 
 from decode import weights as weights_of_decoder
@@ -266,11 +265,8 @@ def check_elsewhere(before, weights, cpu):
     """What `check` finds in a process with DECODE_CPU=cpu after the code `before`, and a cache of its own."""
     here = os.path.dirname(os.path.abspath(__file__))
     folder = os.path.join(here, '__pycache__', hashlib.sha256(f'{before} {cpu}'.encode()).hexdigest())
-    done = subprocess.run([sys.executable, '-c', before + CHECK, *weights], capture_output=True, text=True, cwd=here,
-                          env={**os.environ, 'PYTHONPATH': os.path.dirname(here), 'NUMBA_CACHE_DIR': folder,
-                               'DECODE_CPU': cpu})
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return run_script(here, '-c', before + CHECK, *weights, code=0, PYTHONPATH=os.path.dirname(here),
+                      NUMBA_CACHE_DIR=folder, DECODE_CPU=cpu).stdout.split()
 
 
 SHIFTS = "import decode.kernel.linears as linears\nlinears.DOT, linears.ADDED = 'shifts', 128\n"

@@ -9,11 +9,11 @@ from engine import Engine, default_pool
 V = 11
 
 
-def engine_of(n_pages=16, budget=64, most_ahead=1, block_size=32):
+def engine_of(n_pages=16, budget=64, most_ahead=1, block_size=32, **how):
     """An engine with pages of 4. plans: of each step, [(sequence, how many tokens were computed before, and now)]."""
     model = toy_model(block_size, V)
     executor = ToyExecutor(model)
-    engine = Engine(model, executor, default_pool(model.config, n_pages, 4), budget)
+    engine = Engine(model, executor, default_pool(model.config, n_pages, 4), budget, **how)
     engine.plans, engine.most_ahead, executor.pool, whole = [], most_ahead, engine.pool, executor.execute_model
 
     def noted(batch):
@@ -114,18 +114,15 @@ def test_samples_share_the_pages_of_their_prompt():
 
 def test_siblings_do_not_lock_out_what_is_tried():
     """After a call that was refused: two may run, and the samples of the first prompt would be both."""
-    model = toy_model(32, V)
-    executor = ToyExecutor(model)
-    engine = Engine(model, executor, default_pool(model.config, 50, 4), 8, 2)
-    sequences = engine.add(list(range(V)) * 2, 5, n=3) + engine.add([1, 2, 3], 5)
+    engine = engine_of(50, 8, most_ahead=64, most_running=2)
+    sequences = ask(engine, [*range(V)] * 2, 5, n=3) + ask(engine, [1, 2, 3], 5)
 
     def refuses(texts):
-        executor.fails = lambda texts: None
+        engine.executor.fails = lambda texts: None
         raise Refused('once')
-    executor.fails = refuses
-    for _ in range(60):
-        engine.step()
-    assert all(s.ended == 'length' and not s.error for s in sequences) and engine.is_idle
+    engine.executor.fails = refuses
+    finish(engine)
+    assert not any(s.error for s in sequences)
 
 
 def test_salt_separates_users():

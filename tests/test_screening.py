@@ -12,7 +12,6 @@ import decode
 from decode import weights
 from decode.batch import NotNumbers
 from decode.cpu import CPUExecutor
-from decode.draw import DrawSettings
 from engine import Engine
 from model import GPT, GPTConfig
 
@@ -31,16 +30,10 @@ def executor_of(model, monkeypatch, screened=True, threads=TWO):
     return executor
 
 
-def text_of(tokens, **settings):
-    text = Text(tokens)
-    text.settings = DrawSettings(V, **settings)
-    return text
-
-
 def logits_of(executor, prompts, n_largest):
     """The logits of one step after these prompts."""
     settings = dict(temperature=0.0) if n_largest == 1 else dict(top_k=n_largest, temperature=1.0)
-    slots, texts = Slots(executor), [text_of(prompt, **settings) for prompt in prompts]
+    slots, texts = Slots(executor), [Text(prompt, V, **settings) for prompt in prompts]
     slots.run({text: len(text.tokens) for text in texts}, 1)
     batch, logits = slots.batch({text: 1 for text in texts}, 1), torch.empty(1, len(texts), V)
     executor.steps(batch, np.arange(len(texts)), batch.tokens, 0, 1, logits)
@@ -121,7 +114,7 @@ def test_logits_that_are_not_numbers(bad, monkeypatch):
         model.lm_head.weight[4321, 5] = 0.0
         model.transformer.ln_f.weight[3] = bad
     executor = executor_of(model, monkeypatch)
-    slots, text = Slots(executor), text_of([1], temperature=0.0)
+    slots, text = Slots(executor), Text([1], V)
     assert executor.n_largest([text], [False]) == 1 and executor.n_largest([text], [True]) == 0
     with pytest.raises(NotNumbers):
         slots.run({text: 1}, 1)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -138,7 +137,7 @@ def test_what_happens_after_the_reader_has_left_is_said_on_stderr(repo):
 @pytest.mark.parametrize('script', ['train.py', 'data/shakespeare/prepare.py'])
 def test_without_torch_a_script_says_what_to_do(script):
     """python -S sees no site-packages."""
-    done = subprocess.run([sys.executable, '-S', os.path.join(ROOT, script)], capture_output=True, text=True)
+    done = run(ROOT, '-S', script)
     assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
     assert 'has no torch' in done.stderr and '.venv/bin/activate' in done.stderr
 
