@@ -209,7 +209,10 @@ def test_the_kth_largest_of_numbers_in_any_order(order):
         assert value == np.sort(row)[-k] and above == (row > value).sum()
 
 
-def test_counts_of_what_was_drawn():
+def test_min_tokens_and_counts_of_what_was_drawn():
+    for drawn, token in (([3], 3), ([3, 3], 4)):
+        sample = Sample(5, [1], drawn, temperature=0.0, stop_ids=[0, 4], min_tokens=2, logit_bias={1: 0.5})
+        assert both([[2.0, -1.0, 0.5, 1.0, 3.0]], [sample]) == ([token], [token])
     settings = DrawSettings(5, top_k=9, min_tokens=3)
     assert settings.values[1] == 5 and settings.min_tokens == 0, "there are no stop tokens"
     penalised = DrawSettings(5, frequency_penalty=1.0, prompt=[2])

@@ -11,6 +11,7 @@ from conftest import sizes
 from on_triton import DEVICE, QUIET
 from plain_gpu import Direct
 from plain_gpu import draw as draw_plainly
+from test_draw import probabilities
 from toy_executor import bitmap
 
 from decode.draw import DrawSettings, changed, exponential_noise
@@ -79,19 +80,9 @@ def check_same(found, expected):
 
 def is_near(logits, s, number, token):
     """Would other borders of what is kept, NEAR those of the settings, draw the token? In float64."""
-    x, (temperature, top_k, *borders) = logits.astype(np.float64), s.values[:4]
-    noise = exponential_noise([s.seed], [number], np.arange(len(x))[None])[0]
-    for p, m in itertools.product((-NEAR, 0, NEAR), repeat=2):
-        top_p, min_p = borders[0] + p, borders[1] * (1 + m)
-        p = np.exp((x - x.max()) / temperature)
-        p[p < min_p] = 0
-        if 0 < top_k < len(x):
-            p[x < np.sort(x)[-int(top_k)]] = 0
-        order = np.argsort(-x, kind='stable')
-        before = np.cumsum(p[order]) - p[order]
-        if top_p < 1:
-            p[order[before >= top_p * p.sum()]] = 0
-        scores = p / noise
+    (temperature, top_k, *borders), noise = s.values[:4], exponential_noise([s.seed], [number], [range(len(logits))])[0]
+    for slack in (-NEAR, 0, NEAR):
+        scores = probabilities(logits.astype(np.float64), temperature, int(top_k), *borders, slack) / noise
         if scores[token] > 0 and scores[token] >= scores.max() * (1 - 10 * NEAR):
             return True
     return False
