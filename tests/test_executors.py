@@ -33,10 +33,10 @@ from kvcache.storage import Layer, make_layers
 
 N_SLOTS, TWO = 1280, min(2, n_cores())
 WIDTHS = [dict(), dict(n_embd=64), dict(n_embd=24, n_head=4), dict(n_embd=128)]  # channels of a head: 12, 16, 6, 32
-MORE = {'qwen2 sinks': ('llama', dict(qkv_bias=True, bias=False, window=7, n_sink=2)),
-        'alibi window sinks': ('alibi', dict(n_kv_head=1, window=21, n_sink=3)),
-        'rope window sink': ('rope', dict(window=1, n_sink=1)), 'none window': ('none', dict(window=1))}
-KINDS = {name: (name, {}) for name in MODELS} | MORE
+KINDS = {name: (name, {}) for name in MODELS} | {
+    'qwen2 sinks': ('llama', dict(qkv_bias=True, bias=False, window=7, n_sink=2)),
+    'alibi window sinks': ('alibi', dict(n_kv_head=1, window=21, n_sink=3)),
+    'rope window sink': ('rope', dict(window=1, n_sink=1)), 'none window': ('none', dict(window=1))}
 
 
 class Text:

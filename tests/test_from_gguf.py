@@ -194,7 +194,15 @@ def test_embeddings_that_are_lm_head_too_are_its_packed_rows(tmp_path, weights):
 
 # what is refused, and what is damaged
 
-REFUSED = [  # fields and tensors of a llama that are changed, what the line has to say
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    """The bytes of a small llama with a tokenizer."""
+    path = tmp_path_factory.mktemp('small') / 'model.gguf'
+    formats.to_gguf(gpt(**LLAMA | dict(vocab_size=304)), path, tokenizer=json_tokenizer(TEXT))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize('fields, tensors, line', [  # of a llama that are changed, what the line has to say
     ({'general.architecture': 'mamba'}, {}, "general.architecture is 'mamba', but only llama, qwen2, qwen3, gpt2"),
     ({'general.type': 'adapter'}, {}, "general.type is 'adapter'"), ({'split.count': 3}, {}, 'split.count is 3'),
     *[({f'llama.{key}': value}, {}, f'llama.{key} is {value!r}') for key, value in (
@@ -224,18 +232,7 @@ REFUSED = [  # fields and tensors of a llama that are changed, what the line has
     *[({f'tokenizer.ggml.{key}': value}, {}, f'{key} must be of type list, not {value}') for key, value in (
         ('tokens', 7), ('token_type', 7), ('merges', None))],
     ({'tokenizer.ggml.model': 'llama', 'tokenizer.ggml.scores': ['x'] * 300}, {}, 'or some that are no floats'),
-]
-
-
-@pytest.fixture(scope='module')
-def small(tmp_path_factory):
-    """The bytes of a small llama with a tokenizer."""
-    path = tmp_path_factory.mktemp('small') / 'model.gguf'
-    formats.to_gguf(gpt(**LLAMA | dict(vocab_size=304)), path, tokenizer=json_tokenizer(TEXT))
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize('fields, tensors, line', REFUSED)
+])
 def test_what_cannot_be_represented_is_refused_by_name(small, tmp_path, monkeypatch, fields, tensors, line):
     """What the header says, before weights are read."""
     (tmp_path / 'model.gguf').write_bytes(small)

@@ -94,8 +94,9 @@ def check_alone(model, sequences):
 @pytest.mark.parametrize('kind', sizes(['llama', 'rope window sinks'], MODELS))
 def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
     """
-Sequences end one by one in a call, or at full contexts, or are aborted while others begin as they did; some are
-preempted. After an interrupt nothing is under way, which `LateCalls` asserts, and all are computed anew."""
+    Sequences end one by one in a call, or at full contexts, or are aborted while others begin as they did; some are
+    preempted. After an interrupt nothing is under way, which `LateCalls` asserts, and all are computed anew.
+    """
     n_late = n_preempted = 0
     for seed in range(sizes(1, 5)):
         m, choose, sequences = model_of(kind, seed), random.Random(seed), []

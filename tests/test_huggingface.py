@@ -37,8 +37,6 @@ from tokenizer import CharTokenizer
 
 transformers = pytest.importorskip('transformers', reason="transformers is not installed")
 
-WINDOW = ROPE | dict(window=5)
-
 
 @pytest.mark.parametrize('config, family', FAMILIES + SCALED)
 def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, family):
@@ -66,7 +64,7 @@ def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, fa
 
 
 NO_MODEL = [  # config, what the line has to say
-    (WINDOW | dict(n_sink=2), 'n_sink 2: none of the models'),
+    (ROPE | dict(window=5, n_sink=2), 'n_sink 2: none of the models'),
     (HARD | dict(window=5), 'window 5 with position=learned'),
     (HARD | dict(window=5, position='none'), 'window 5 with position=none'),
     (ALIBI | dict(window=5), 'window 5 with position=alibi'),

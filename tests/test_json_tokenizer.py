@@ -149,26 +149,21 @@ def test_sentencepiece_with_bytes_is_the_librarys():
 
 @pytest.mark.parametrize('files, expected', [
     ({}, dict()),
-    ({'config.json': dict(eos_token_id=2), 'generation_config.json': dict(eos_token_id=[5, 7])},
-     dict(end_tokens=[5, 7, 2])),
-    ({'config.json': dict(eos_token_id=2), 'generation_config.json': dict(eos_token_id=None)}, dict(end_tokens=[2])),
-    ({'generation_config.json': dict(eos_token_id=[])}, dict(end_tokens=[])),
-    ({'tokenizer_config.json': dict(bos_token='<s>', eos_token=dict(content='</s>', lstrip=False), unk_token=None,
-                                    cls_token='<cls>', add_bos_token=True)},
+    (dict(config=dict(eos_token_id=2), generation_config=dict(eos_token_id=[5, 7])), dict(end_tokens=[5, 7, 2])),
+    (dict(config=dict(eos_token_id=2), generation_config=dict(eos_token_id=None)), dict(end_tokens=[2])),
+    (dict(generation_config=dict(eos_token_id=[])), dict(end_tokens=[])),
+    (dict(tokenizer_config=dict(bos_token='<s>', eos_token=dict(content='</s>', lstrip=False), unk_token=None,
+                                cls_token='<cls>', add_bos_token=True)),
      dict(special_tokens=dict(bos_token='<s>', eos_token='</s>'))),
-    ({'tokenizer_config.json': dict(chat_template='{{ 1 }}')}, dict(chat_template='{{ 1 }}')),
-    ({'tokenizer_config.json': dict(chat_template=[dict(name='tool_use', template='{{ 2 }}'),
-                                                   dict(name='default', template='{{ 3 }}')])},
+    (dict(tokenizer_config=dict(chat_template='{{ 1 }}')), dict(chat_template='{{ 1 }}')),
+    (dict(tokenizer_config=dict(chat_template=[dict(name='tool_use', template='{{ 2 }}'),
+                                               dict(name='default', template='{{ 3 }}')])),
      dict(chat_template='{% if tools %}\n{{ 2 }}{% else %}\n{{ 3 }}{% endif %}')),
-    ({'tokenizer_config.json': dict(chat_template='{{ 1 }}'), 'chat_template.jinja': '{{ 4 }}'},
-     dict(chat_template='{{ 4 }}')),
-    ({'special_tokens_map.json': dict(eos_token=dict(content='</s>'))},
-     dict(special_tokens=dict(eos_token='</s>'))),
+    (dict(tokenizer_config=dict(chat_template='{{ 1 }}'), chat_template='{{ 4 }}'), dict(chat_template='{{ 4 }}')),
+    (dict(special_tokens_map=dict(eos_token=dict(content='</s>'))), dict(special_tokens=dict(eos_token='</s>'))),
 ])
 def test_what_the_files_beside_a_tokenizer_json_say(tmp_path, files, expected):
-    json_of_tokenizer = sentencepiece_tokenizer(HOUSES).json
-    for name, content in ({'tokenizer.json': json.loads(json_of_tokenizer)} | files).items():
-        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding='utf-8')
+    folder_with(tmp_path, tokenizer=json.loads(sentencepiece_tokenizer(HOUSES).json), **files)
     state, names = tokenizers.state_of_dataset(tmp_path), ('special_tokens', 'chat_template')
     assert {name: value for name, value in state.items() if name in ('end_tokens', *names)} == expected
     ours = tokenizers.from_state(state)
@@ -208,10 +203,12 @@ LAST = ("{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% if n
 
 
 def folder_with(folder, **files):
-    """A folder with a tokenizer.json of NAMES and 300 ids, and these .json files beside it."""
+    """A folder with these .json files, or .jinja of texts, and by default a tokenizer.json of NAMES and 300 ids."""
     folder.mkdir(exist_ok=True)
-    for name, content in dict(tokenizer=json.loads(json_tokenizer(TEXT, 300, NAMES).json), **files).items():
-        (folder / f'{name}.json').write_text(json.dumps(content), encoding='utf-8')
+    for name, content in (dict(tokenizer=json.loads(json_tokenizer(TEXT, 300, NAMES).json)) | files).items():
+        is_text = isinstance(content, str)
+        path = folder / f'{name}.{"jinja" if is_text else "json"}'
+        path.write_text(content if is_text else json.dumps(content), encoding='utf-8')
     return folder
 
 

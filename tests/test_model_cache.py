@@ -10,10 +10,8 @@ from tiny_models import MODELS, VOCAB, model_of
 
 import positions
 
-pytestmark = pytest.mark.usefixtures('no_gradients')
 
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_gradients():
     with torch.no_grad():
         yield

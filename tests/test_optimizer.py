@@ -112,17 +112,14 @@ def schedule(monkeypatch):
     return settings
 
 
-def test_warmup_stable_decay(schedule):
-    lr = schedule(lr_schedule='wsd', cooldown_frac=0.25)
-    assert [lr(it) for it in (0, 1, 3)] == [0.2, 0.4, 0.8]
-    assert [lr(it) for it in (4, 10, 18)] == [1.0, 1.0, 1.0]  # the last quarter, 6 iterations, begins at 18
-    assert [lr(it) for it in (19, 21, 23, 24, 30)] == [pytest.approx(x) for x in (5 / 6, 3 / 6, 1 / 6, 0, 0)]
-    assert schedule(lr_schedule='wsd', decay_lr=False)(23) == 1.0
-
-
-def test_nanogpts_cosine(schedule):
-    lr = schedule()
-    assert [lr(it) for it in (0, 3, 4, 14, 24, 30)] == [0.2, 0.8, 1.0, pytest.approx(0.55), 0.1, 0.1]
+@pytest.mark.parametrize('settings, expected', [
+    (dict(), {0: 0.2, 3: 0.8, 4: 1, 14: 0.55, 24: 0.1, 30: 0.1}),  # nanoGPT's cosine
+    (dict(lr_schedule='wsd', cooldown_frac=0.25),  # the last quarter, 6 iterations, begins at 18
+     {0: 0.2, 1: 0.4, 3: 0.8, 4: 1, 10: 1, 18: 1, 19: 5 / 6, 21: 3 / 6, 23: 1 / 6, 24: 0, 30: 0}),
+    (dict(lr_schedule='wsd', decay_lr=False), {23: 1})])
+def test_learning_rates_by_iteration(schedule, settings, expected):
+    lr = schedule(**settings)
+    assert {it: lr(it) for it in expected} == pytest.approx(expected, abs=1e-12)
 
 
 def test_muons_learning_rate_goes_by_the_schedule(schedule, monkeypatch):

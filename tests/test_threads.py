@@ -103,11 +103,9 @@ def test_a_context_that_grows_asks_for_no_round():
 
 def interrupted(work, n, is_traced):
     """
-    Run work, with a KeyboardInterrupt at the n-th event in functions for whose code object is_traced(code) is true. An
-    event is a line, or the beginning of a call. Returns whether there was one.
-
-    Lines with a `with` or a `try` are no events: at the end of the block of a `with`, a trace function runs before
-    `__exit__`, and Python handles no signal there (https://bugs.python.org/issue29988); a `try` itself does nothing.
+    Run work, with a KeyboardInterrupt at the n-th line or call in functions for whose code is_traced(code) is true.
+    Returns whether there was one. Lines with a `try`, which does nothing, or a `with` do not count: before its
+    `__exit__` a trace function runs, but Python handles no signal (https://bugs.python.org/issue29988).
     """
     left = [n]
 

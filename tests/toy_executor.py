@@ -42,8 +42,7 @@ def chain_of(tokens, version):
 class ToyExecutor:
     """
     pool: set it for the assertion that no written slot is in a shared page. fails: called with the new tokens of each
-    step, a list of lists; it may raise. calls: these lists. version: of the weights; `refresh` takes that of the model,
-    which is the first number of its first parameter.
+    step, a list of lists; it may raise. calls: these lists. version: the first weight, at the last `refresh`.
     """
     name, type_kv, torch_on_one_thread = 'the toy', 'float32', nullcontext
 
