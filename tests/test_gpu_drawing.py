@@ -11,7 +11,7 @@ from conftest import sizes
 from on_triton import DEVICE, QUIET
 from plain_gpu import Direct
 from plain_gpu import draw as draw_plainly
-from test_draw import probabilities
+from test_draw import SHAPES, probabilities, rows_of
 from toy_executor import bitmap
 
 from decode.draw import DrawSettings, changed, exponential_noise
@@ -52,10 +52,6 @@ def state_of(vocab_size, hows, seeds=None, left=100, numbers=(0,) * 99):
 def on_device(tensors, device=DEVICE):
     """A copy."""
     return type(tensors)(*(t.to(device, copy=True) for t in tensors))
-
-
-def rows_of(n, vocab_size, seed=0):
-    return (np.random.default_rng(seed).normal(size=(n, vocab_size)) * 3.0).astype(np.float32)
 
 
 def draw_in_kernels(logits, inputs):
@@ -110,17 +106,13 @@ HOWS = [dict(), dict(temperature=3.0), dict(temperature=0.0), dict(top_k=1), dic
         dict(temperature=1e5), dict(temperature=1e5, top_k=3, top_p=0.5), dict(top_k=100, top_p=0.9, min_p=1e-3),
         dict(top_p=1 - 1e-6), dict(temperature=1e30), dict(temperature=1.1e-30, top_p=0.5), dict(min_p=1.0),
         dict(temperature=100.0, top_p=0.9), dict(temperature=100.0, top_k=600), dict(top_k=2**24, top_p=0.1003)]
-KINDS = {'normal': lambda x: x, 'equal': lambda x: x * 0 + 5, 'almost equal': lambda x: x * 1e-3,
-         'two values': np.sign, 'few values': np.round, 'zeros of both signs': lambda x: np.round(x) * 0,
-         'wide': lambda x: x * 30, 'one finite': lambda x: np.where(x == x.max(), x, -np.inf),
-         'some infinite': lambda x: np.where(x >= np.median(x), x, -np.inf), 'none finite': lambda x: x * 0 - np.inf,
-         'far from 0': lambda x: np.round(x * 8) - 1e6, 'tiny': lambda x: x * 1e-40, 'huge': lambda x: x * 1e37,
-         'one large': lambda x: np.where(x == x.min(), 15, x), 'falling': lambda x: -np.sort(-x)}
+KINDS = SHAPES | {'zeros of both signs': lambda x: np.round(x) * 0, 'none finite': lambda x: x * 0 - np.inf,
+                  'tiny': lambda x: x * 1e-40, 'huge': lambda x: x * 1e37}
 
 
 def rows_like(hows):
     """(kind, settings) of rows with ties here and there."""
-    kinds = itertools.cycle(['few values', 'normal', 'normal'])
+    kinds = itertools.cycle(['rounded', 'normal', 'normal'])
     return [('two values' if how.get('temperature') == 0 else kind, how) for kind, how in zip(kinds, hows)]
 
 
