@@ -266,11 +266,9 @@ def test_another_thread_and_a_forked_child_are_told_so():
         with pytest.raises(ValueError) as error:
             engine.generate([[1]], 1)
         sending.send(str(error.value))
-        sending.send(Engine(engine.model, CPUExecutor(engine.model, threads=1)).generate([[1, 2]], 3))
     process = context.Process(target=child)
     process.start()
     assert receiving.poll(60) and 'before a fork' in receiving.recv()
-    assert receiving.poll(60) and len(receiving.recv()[0]) == 5
     process.join()
 
 
