@@ -13,16 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from small_engine import request_of, thread_of
-from toy_executor import (
-    TOKEN,
-    ToyConstraint,
-    ToyExecutor,
-    bitmap,
-    chain_of,
-    logits_of_chain,
-    may_follow,
-    toy_model,
-)
+from toy_executor import TOKEN, ToyConstraint, ToyExecutor, bitmap, chain_of, logits_of_chain, may_follow, toy_model
 
 from decode.draw import DrawSettings, draw, log_probabilities
 from kvcache.llamacpp.pool import CellPool

@@ -18,18 +18,7 @@ from decode import weights as weights_of_decoder
 from decode.kernel import building, layout
 from decode.kernel.emit import LANES
 from decode.kernel.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, SCALE_GROUP, SHEET
-from decode.kernel.linears import (
-    ADD,
-    ADDED,
-    CLAIMED,
-    GELU,
-    GELU_TANH,
-    STORE,
-    Team,
-    linear,
-    prepare_rows,
-    shared_linear,
-)
+from decode.kernel.linears import ADD, ADDED, CLAIMED, GELU, GELU_TANH, STORE, Team, linear, prepare_rows, shared_linear
 from decode.kernel.pointers import floats_at, longs_at
 from decode.kernel.step import packed_linears, thread_scratch
 from decode.kernel.threads import LINE, aligned
