@@ -66,12 +66,12 @@ def test_a_text_has_in_any_company_pool_and_executor_what_it_has_alone(kind):
 
 
 def test_sequences_side_by_side_whose_lengths_differ(capsys):
-    """The longer one is not read beyond the last slot, in the place of the shorter one."""
-    model = model_of('rope')
-    prompts = [list(range(20)), list(range(9))]
-    expected = [Engine(model).generate([prompt], 6, temperature=0)[0] for prompt in prompts]
+    """The longer one is not read beyond the last slot, in the place of the shorter one. Prompts may be tensors."""
+    model, prompts = model_of('rope'), [torch.arange(20), torch.arange(9)]
+    expected = [text_alone(model, prompt.tolist(), 6, temperature=0) for prompt in prompts]
+    assert Engine(model).generate(prompts[0][None], 6, temperature=0) == expected[:1]
     for pool in (PagePool(3, 16), CellPool(model.config, 2, 20)):
-        assert Engine(model, pool=pool).generate(prompts, 6, temperature=0) == expected
+        assert Engine(model, pool=pool).generate(iter(prompts), 6, temperature=0) == expected
     assert not capsys.readouterr().err, "no step has failed"
 
 
@@ -303,14 +303,6 @@ def test_what_makes_no_sense_is_refused(wrong, words):
         with pytest.raises(ValueError, match='must be'):
             Engine(model, **how)
     assert engine.is_idle and len(engine.generate([[1, 2]], 4)[0]) == 6
-
-
-def test_prompts_may_be_tensors_and_come_one_by_one():
-    """The model has an odd number of channels within its MLP."""
-    model = model_of('learned', block_size=32, n_inner=33)
-    expected = [text_alone(model, [1, 2, i], 5, temperature=0) for i in range(3)]
-    for prompts in torch.tensor([[1, 2, i] for i in range(3)]), (torch.tensor([1, 2, i]) for i in range(3)):
-        assert Engine(model).generate(prompts, 5, temperature=0) == expected
 
 
 def test_a_pool_is_of_one_engine():
