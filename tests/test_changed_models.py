@@ -1,7 +1,4 @@
-"""
-Models that change while an executor exists, and models that are no plain GPT, which numba's executor refuses, and whose
-modules PyTorch's calls as they are.
-"""
+"""Models that change while an executor exists, and those that are no plain GPT, which PyTorch's executor runs."""
 import pytest
 import torch
 from conftest import WEIGHTS

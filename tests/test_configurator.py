@@ -177,11 +177,8 @@ def test_a_terminal_that_lacks_characters_gets_others(tmp_path):
 @pytest.mark.skipif(os.name != 'posix', reason="a shell of POSIX closes them")
 def test_streams_that_are_closed_are_files_that_nobody_reads(tmp_path):
     """As service managers close them; and a stderr on a full disk loses what is written there."""
-    code = """
-def main(config):
-    print(sys.stdin.isatty(), file=sys.stderr, flush=True)
-    print(1)
-configurator.run(main)"""
+    code = ("def main(config):\n    print(sys.stdin.isatty(), file=sys.stderr, flush=True)\n    print(1)\n"
+            "configurator.run(main)")
     assert ran(tmp_path, code, '<&- >&-') == (0, b'', b'False\n')
     for closed in '2>&-', '2>/dev/full' if os.path.exists('/dev/full') else '2>&-':
         assert ran(tmp_path, code, closed) == (0, b'1\n', b'')
