@@ -19,10 +19,7 @@ patch_language = interpreter._patch_lang
 
 
 def patch_language_once(function):
-    """
-    The interpreter looks through all of Triton's language to patch it, for a kernel and in each call of a function by
-    it, where mostly nothing is left to patch. That is a third of its time.
-    """
+    """A third of the interpreter's time went into patching all of Triton's language anew in each call of a function."""
     languages = [each for each in function.__globals__.values() if each is tl or each is tl.core]
     if any(tl.core.is_builtin(each.load) for each in languages):
         return patch_language(function)
@@ -35,10 +32,7 @@ if IS_INTERPRETED:
 
 @pytest.fixture
 def dots_in_order(monkeypatch):
-    """
-    The interpreter multiplies tiles as NumPy does, whose sums depend on where in a tile a row is. Those of a GPU do
-    not, nor do these.
-    """
+    """In NumPy's products, which the interpreter takes, sums depend on a row's place in a tile, unlike on a GPU."""
     if IS_INTERPRETED:
         def dot(self, a, b, d, *how):
             return TensorHandle((a.data[:, :, None] * b.data).sum(1, dtype=np.float32) + d.data, d.dtype.scalar)

@@ -82,10 +82,7 @@ def alone(model, request, stop_ids=()):
 
 
 def assert_alone(model, got, stop_ids=()):
-    """
-    A request was given the tokens, and the log probabilities if it asked for 5, that it has alone, or their beginning
-    if it was aborted.
-    """
+    """A request was given the tokens and log probabilities that it has alone, or if it was aborted their beginning."""
     for tokens, logprobs, reason, (expected, scores) in zip(got.tokens, got.logprobs, got.reasons,
                                                             alone(model, got.request, stop_ids)):
         assert tokens == (expected[:len(tokens)] if reason == 'abort' else expected), got.request
@@ -150,10 +147,7 @@ def stepping(model, executor=None, tokenizer=LETTERS, n_pages=96, **how):
 
 
 def spelling_engine(block_size=64, n_allowed=float('inf'), **how):
-    """
-    A `Stepping`, started, that goes on after the last letter of a prompt in the order of CHARS, see `spelled`. Up to 4
-    requests may wait.
-    """
+    """A `Stepping`, started, with up to 4 waiting requests, that goes on in the order of CHARS, see `spelled`."""
     model = toy_model(block_size, len(CHARS))
     thread = stepping(model, NextLetter(model), **(dict(max_queue=4) | how))
     thread.allow(n_allowed)

@@ -77,10 +77,7 @@ def script(tmp_path):
 
 
 def run_adders(script, *names, by='', **env):
-    """
-    The lines that a process prints which calls functions: name, name(10), found on disk? Then what it says on stderr.
-    by: code that runs the script.
-    """
+    """The lines of a process, "name name(10) is-found-on-disk", and those of its stderr. by: code that runs it."""
     (script.parent / 'by.py').write_text(by)
     env |= dict(NUMBA_CACHE_DIR='') if os.environ.get('NUMBA_CACHE_DIR') else {}
     done = run(script.parent, *['by.py'] * bool(by), script.name, *names, code=0, **env)

@@ -1,7 +1,4 @@
-"""
-The layers of a cache of cells under a model: shared, left out, on other devices, in several caches of which every
-operation changes all or none; gradients; masks.
-"""
+"""The layers of a cache of cells under a model: shared, left out, on other devices, in several caches."""
 import pytest
 import torch
 from example_models import f32
@@ -54,9 +51,7 @@ def test_a_layer_without_a_cache_refuses():
 
 
 def test_a_forward_pass_brings_slots_and_keys_to_each_layers_device():
-    """
-    On a fake device, which refuses tensors of other devices as a real one does. Results are where the new keys are.
-    """
+    """On a fake device, which refuses tensors of other devices. Results are where the new keys are."""
     with FakeTensorMode():
         c = CellCache(2, 2, 16, 8, 2, unified=False, device=lambda layer: ('cpu', 'cuda')[layer])
         keys, batch = [], c.batch({0: range(3), 1: range(3)})
@@ -102,30 +97,20 @@ def drawn(cache):
     return [str(one) for one in cache.caches], [cells.head for one in cache.caches for cells in one.streams]
 
 
+@pytest.mark.parametrize('unified', [True, False])
 @torch.inference_mode()
-def test_logits_are_those_of_layers_with_and_without_a_window():
+def test_layers_with_and_without_a_window_and_a_batch_without_room_in_the_second_cache(unified):
     m, idx = deep_model()
-    expected = exact(m, idx, windows=[0, 4, 0, 4])
-    for unified in (True, False):
-        cache = hybrid(unified=unified)
-        got = logits_in_chunks(m, idx, [5, 1, 4, 3], cache)
-        assert torch.allclose(got, expected, atol=1e-4)
-    assert cache.seq_pos_max(0) == 12 and cache.seq_pos_min(0) == cache.caches[1].seq_pos_min(0) > 0
-
-
-@torch.inference_mode()
-def test_a_batch_without_room_in_the_second_cache_changes_neither():
-    m, idx = deep_model()
-    cache = hybrid()
+    cache = hybrid(unified=unified)
     before = drawn(cache)
     with pytest.raises(ValueError, match='full: 13 cells'):
         cache.place(cache.batch({0: range(13)}))
     with pytest.raises(NoSlot):
         cache.find_slot(cache.batch({0: range(9)}))
-    assert drawn(cache) == before
-    expected = exact(m, idx, windows=[0, 4, 0, 4])
-    got = logits_in_chunks(m, idx, [8, 4, 1], cache)  # the retry
+    assert drawn(cache) == before, "neither has changed"
+    expected, got = exact(m, idx, windows=[0, 4, 0, 4]), logits_in_chunks(m, idx, [5, 1, 4, 3], cache)
     assert torch.allclose(got, expected, atol=1e-4)
+    assert cache.seq_pos_max(0) == 12 and cache.seq_pos_min(0) == cache.caches[1].seq_pos_min(0) > 0
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])

@@ -1,7 +1,4 @@
-"""
-Cells and streams by hand: batches, masks, shifts, memory, states that are refused. Random operations:
-test_cells_reference.py.
-"""
+"""Cells and streams by hand: batches, masks, shifts, memory, states. Random operations: test_cells_reference.py."""
 import json
 import tracemalloc
 
@@ -147,10 +144,7 @@ def attended_keys(c, seq, pos):
 
 @pytest.mark.parametrize('type_k', TOLERANCE)
 def test_64_shifts_do_not_drift(type_k):
-    """
-    Shifts back and forth: the error of the keys is the same at the end as before the first shift, or in float32 a
-    rounding error.
-    """
+    """Shifts back and forth: the error of the keys at the end is that before the first shift, but for float32."""
     c, raw = rotary_cache(type_k, kv_size=9)
     exact = rotated(raw, torch.arange(8))[:, 0]
     before = (attended_keys(c, 0, 8) - exact).abs().max()
@@ -268,9 +262,6 @@ def edited(path, tensors=(), **header):
     return to
 
 
-STRANGER = torch.arange(20).view(5, 4) % 4 == 0  # sequence 0 owns what is in the stream of sequence 1
-
-
 @pytest.mark.parametrize('how, unified', [
     *[(how, True) for how in (
         dict(tensors={'0.0.k0': None}), dict(tensors={'0.pos': None}), dict(tensors={'0.1.v1': torch.zeros(5, 2)}),
@@ -281,7 +272,7 @@ STRANGER = torch.arange(20).view(5, 4) % 4 == 0  # sequence 0 owns what is in th
         dict(tensors={'0.shift': torch.ones(5, dtype=torch.int64)}),
         dict(tensors={'0.0.k1': torch.full((1, 5, 1), float('nan'))}), dict(version=1), dict(one=True),
         dict(n_seq_max=None), dict(type_k=None))],
-    (dict(tensors={'1.owners': STRANGER}), False),
+    (dict(tensors={'1.owners': torch.arange(20).view(5, 4) % 4 == 0}), False),  # sequence 0 in the stream of 1
 ])
 def test_damaged_state_is_refused_and_changes_nothing(tmp_path, how, unified):
     c = cache(type_k='int8', type_v='int8', unified=unified)

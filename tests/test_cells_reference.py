@@ -1,7 +1,4 @@
-"""
-Which cell each token is stored in, and its key and value there, compared with llama.cpp's rules as loops over single
-cells, under random operations.
-"""
+"""Cells, keys and values under random operations, compared with llama.cpp's rules as loops over single cells."""
 import copy
 import os
 import tempfile

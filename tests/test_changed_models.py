@@ -1,7 +1,4 @@
-"""
-Models that change while an executor exists, and models that are no plain GPT. An executor has the weights of the moment
-when it was made or refreshed; what numba's does not run it refuses; PyTorch's calls what is not of model.py as it is.
-"""
+"""Models that change while an executor exists, and those that are no plain GPT, which PyTorch's executor runs."""
 import pytest
 import torch
 from conftest import WEIGHTS

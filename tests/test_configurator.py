@@ -151,36 +151,34 @@ def test_errors_end_in_one_line(run_and_fail, capsys, error, code, line):
         run_and_fail(RuntimeError('shapes cannot be multiplied'))
 
 
+def ran(folder, code, redirected='', **env):
+    """(exit code, stdout, stderr) of a script with this code, after `import configurator` and others."""
+    (folder / 'script.py').write_text('import configurator, signal, sys\n' + code, 'utf-8')
+    command = f'exec {sys.executable} script.py {redirected}' if redirected else [sys.executable, 'script.py']
+    done = subprocess.run(command, shell=bool(redirected), capture_output=True, cwd=folder,
+                          env=os.environ | dict(PYTHONPATH=ROOT, **env))
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.skipif(os.name != 'posix', reason="the signal ends a process of POSIX")
 def test_an_interrupt_while_a_script_imports_prints_nothing(tmp_path):
-    (tmp_path / 'script.py').write_text("import configurator\nimport signal\nsignal.raise_signal(signal.SIGINT)\n")
-    done = subprocess.run([sys.executable, str(tmp_path / 'script.py')], capture_output=True,
-                          env=os.environ | dict(PYTHONPATH=ROOT))
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b'', b'')
-    (tmp_path / 'script.py').write_text("import configurator\nraise RuntimeError('a bug')\n")
-    done = subprocess.run([sys.executable, str(tmp_path / 'script.py')], capture_output=True,
-                          env=os.environ | dict(PYTHONPATH=ROOT))
-    assert done.returncode == 1 and b'Traceback' in done.stderr and b'a bug' in done.stderr
+    assert ran(tmp_path, 'signal.raise_signal(signal.SIGINT)') == (-signal.SIGINT, b'', b'')
+    code, _, err = ran(tmp_path, "raise RuntimeError('a bug')")
+    assert code == 1 and b'Traceback' in err and b'a bug' in err
 
 
 def test_a_terminal_that_lacks_characters_gets_others(tmp_path):
-    (tmp_path / 'script.py').write_text("import configurator\nn = 1\n\n\ndef main(config):\n"
-                                        "    print('5 \u20ac \\ud800')\n\n\nconfigurator.run(main)\n", 'utf-8')
+    code = "def main(config):\n    print('5 \u20ac \\ud800')\nconfigurator.run(main)"
     for encoding, said in (('ascii', b'5 ? ?\n'), ('latin-1', b'5 ? ?\n'), ('cp1252', b'5 \x80 ?\n'),
                            ('utf-8', '5 \u20ac ?\n'.encode())):
-        done = subprocess.run([sys.executable, str(tmp_path / 'script.py')], capture_output=True,
-                              env=os.environ | dict(PYTHONIOENCODING=encoding, PYTHONPATH=ROOT))
-        assert (done.returncode, done.stdout, done.stderr) == (0, said, b'')
+        assert ran(tmp_path, code, PYTHONIOENCODING=encoding) == (0, said, b'')
 
 
 @pytest.mark.skipif(os.name != 'posix', reason="a shell of POSIX closes them")
 def test_streams_that_are_closed_are_files_that_nobody_reads(tmp_path):
     """As service managers close them; and a stderr on a full disk loses what is written there."""
-    (tmp_path / 'script.py').write_text("import configurator\nimport sys\nn = 1\n\n\ndef main(config):\n"
-                                        "    print(sys.stdin.isatty(), file=sys.stderr, flush=True)\n"
-                                        "    print(n)\n\n\nconfigurator.run(main)\n")
-    for closed in '<&- >&-', '2>&-', '2>/dev/full' if os.path.exists('/dev/full') else '2>&-':
-        done = subprocess.run(f'{sys.executable} script.py {closed}', shell=True, capture_output=True, cwd=tmp_path,
-                              env=os.environ | dict(PYTHONPATH=ROOT))
-        assert done.returncode == 0 and done.stdout == (b'' if '<' in closed else b'1\n')
-        assert done.stderr == (b'False\n' if '<' in closed else b'')
+    code = ("def main(config):\n    print(sys.stdin.isatty(), file=sys.stderr, flush=True)\n    print(1)\n"
+            "configurator.run(main)")
+    assert ran(tmp_path, code, '<&- >&-') == (0, b'', b'False\n')
+    for closed in '2>&-', '2>/dev/full' if os.path.exists('/dev/full') else '2>&-':
+        assert ran(tmp_path, code, closed) == (0, b'1\n', b'')

@@ -1,7 +1,4 @@
-"""
-On CUDA: the model and the engine give logits and tokens of the CPU's float32 model; and the GPU's executor gives the
-same bits at full size.
-"""
+"""On CUDA: logits and tokens are those of the CPU's float32 model; the GPU's executor gives the same bits."""
 import copy
 import random
 
@@ -54,10 +51,7 @@ def test_generate_gives_the_tokens_of_the_uncached_model_on_the_cpu(name):
 @pytest.mark.parametrize('executor', ['eager', 'gpu'])
 @pytest.mark.parametrize('name', MODELS)
 def test_the_engine_gives_the_tokens_of_the_cpu(name, executor):
-    """
-    In pages and in cells. Two scores of a draw may be nearly equal: then a text is another. And with keys in int8, of
-    which one between two codes may be rounded either way.
-    """
+    """In pages and in cells. One text may be another, where scores are nearly equal, and some with keys in int8."""
     cpu, cuda = models(name)
     made, slides = decode.best(cuda, 6, name=executor.replace('gpu', 'auto')), cpu.config.max_positions == BLOCK
     assert isinstance(made, GPUExecutor) == (executor == 'gpu')

@@ -1,7 +1,4 @@
-"""
-What the page of the cache has (KV_DEBUG=page), against plain_gpt.py in float64 and counts by hand. What is seen of it
-in a browser: test_debug_page_seen.py.
-"""
+"""What the page of the cache has (KV_DEBUG=page), against plain_gpt.py in float64 and counts by hand."""
 import base64
 import copy
 import itertools

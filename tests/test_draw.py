@@ -1,6 +1,4 @@
-"""
-The next token: `draw`, the definition, and its compiled twin, against the same in NumPy, which keeps nothing of either.
-"""
+"""The next token: `draw`, the definition, and its compiled twin, against the same in NumPy."""
 import itertools
 import math
 import random
@@ -13,6 +11,7 @@ from numba import njit
 from toy_executor import bitmap
 
 from decode.draw import DrawSettings, draw, exponential_noise, log_probabilities
+from decode.draw import changed as changed_logits
 from decode.kernel.sampling import DRAW, threshold
 from decode.tables import DrawTable
 
@@ -142,6 +141,10 @@ def test_both_draw_what_numpy_draws():
         count = sizes(2, 20) if vocab_size < 4000 else 1
         rows = SHAPES[shape](rows_of(count, vocab_size, number)).astype(np.float32)
         samples = [any_sample(chooser, vocab_size, seed) for seed in range(number, number + count)]
+        for row, sample in zip(rows, samples):
+            sample.settings.count(sample.drawn)
+            of_definition = changed_logits(torch.from_numpy(row), sample.settings, len(sample.drawn))
+            np.testing.assert_allclose(of_definition, changed(row, sample), rtol=1e-5, atol=1e-3)
         for row, sample, *tokens in zip(rows, samples, *both(rows, samples)):
             expected, close = drawn_by_numpy(row, sample)
             assert {*tokens} <= close, (vocab_size, shape, sample.how, tokens)

@@ -1,19 +1,16 @@
-"""
-formats/from_gguf.py and gguf_tokenizer.py, against those who write such files and those who read them: the gguf
-library, llama.cpp and transformers; with drawn models of each family, and with a real one.
-"""
+"""formats/from_gguf.py and gguf_tokenizer.py, against the gguf library, llama.cpp and transformers."""
+import dataclasses
 import itertools
 import json
 import os
 import random
-import subprocess
 import sys
 import unicodedata
 
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, run, sizes
+from conftest import ROOT, run, sizes
 from example_models import (
     CHAT,
     HARD,
@@ -37,6 +34,7 @@ import decode
 import formats
 import model as plain_model
 import tokenizer as tokenizers
+from benchmarks.shapes import LLAMAS
 from decode.weights import PackedWeights
 from engine import Engine
 from formats.from_gguf import GGUFFile
@@ -196,7 +194,15 @@ def test_embeddings_that_are_lm_head_too_are_its_packed_rows(tmp_path, weights):
 
 # what is refused, and what is damaged
 
-REFUSED = [  # fields and tensors of a llama that are changed, what the line has to say
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    """The bytes of a small llama with a tokenizer."""
+    path = tmp_path_factory.mktemp('small') / 'model.gguf'
+    formats.to_gguf(gpt(**LLAMA | dict(vocab_size=304)), path, tokenizer=json_tokenizer(TEXT))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize('fields, tensors, line', [  # of a llama that are changed, what the line has to say
     ({'general.architecture': 'mamba'}, {}, "general.architecture is 'mamba', but only llama, qwen2, qwen3, gpt2"),
     ({'general.type': 'adapter'}, {}, "general.type is 'adapter'"), ({'split.count': 3}, {}, 'split.count is 3'),
     *[({f'llama.{key}': value}, {}, f'llama.{key} is {value!r}') for key, value in (
@@ -226,18 +232,7 @@ REFUSED = [  # fields and tensors of a llama that are changed, what the line has
     *[({f'tokenizer.ggml.{key}': value}, {}, f'{key} must be of type list, not {value}') for key, value in (
         ('tokens', 7), ('token_type', 7), ('merges', None))],
     ({'tokenizer.ggml.model': 'llama', 'tokenizer.ggml.scores': ['x'] * 300}, {}, 'or some that are no floats'),
-]
-
-
-@pytest.fixture(scope='module')
-def small(tmp_path_factory):
-    """The bytes of a small llama with a tokenizer."""
-    path = tmp_path_factory.mktemp('small') / 'model.gguf'
-    formats.to_gguf(gpt(**LLAMA | dict(vocab_size=304)), path, tokenizer=json_tokenizer(TEXT))
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize('fields, tensors, line', REFUSED)
+])
 def test_what_cannot_be_represented_is_refused_by_name(small, tmp_path, monkeypatch, fields, tensors, line):
     """What the header says, before weights are read."""
     (tmp_path / 'model.gguf').write_bytes(small)
@@ -398,8 +393,6 @@ def test_the_scripts_take_a_file(small, repo):
 
 # memory
 
-QWEN2_05B = dict(block_size=32768, vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864,
-                 bias=False, position='rope', norm='rms', mlp='swiglu', qkv_bias=True)
 SERVED = """
 import re, sys
 from serving.loading import load_engine
@@ -417,7 +410,7 @@ def test_half_a_billion_weights_are_served_in_less_than_1_2_gib(tmp_path):
     pairs = [a + b for a, b in itertools.product(letters, letters)]
     triples = [a + b for a, b in itertools.islice(itertools.product(pairs, letters), 151643 - 256 - len(pairs))]
     merges = [f'{text[:-1]} {text[-1]}' for text in pairs + triples]
-    model = GPT(GPTConfig(**QWEN2_05B))
+    model = GPT(dataclasses.replace(LLAMAS['qwen0.5b'], block_size=32768))
     formats.to_gguf(model, tmp_path / 'model.gguf', 'q8_0')
     source = GGUFFile(str(tmp_path / 'model.gguf'))
     blocks = {name: (np.fromfile(source.path, np.uint8, t.row_bytes * t.shape[0], offset=t.start)
@@ -426,10 +419,7 @@ def test_half_a_billion_weights_are_served_in_less_than_1_2_gib(tmp_path):
     rewrite(tmp_path / 'model.gguf', {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': 'qwen2',
                                       'tokenizer.ggml.tokens': letters + pairs + triples,
                                       'tokenizer.ggml.merges': merges}, blocks)
-    done = subprocess.run([sys.executable, '-c', SERVED, tmp_path / 'model.gguf'], cwd=ROOT, env=ENVIRONMENT,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.2
+    assert float(run(ROOT, '-c', SERVED, tmp_path / 'model.gguf', code=0).stdout) < 1.2
 
 
 # a real model

@@ -21,10 +21,7 @@ SHAPES = dict(learned=dict(n_head=2, head_dim=6), grouped=dict(n_head=6, n_kv_he
 
 
 def attended(rows, block_size=100, n_slots=3000, dtype=torch.float32, far=0, apart=True, **how):
-    """
-    (y, parts, NaN where nothing is written) of rows: (number of a text, position). All is a function of these, but for
-    new keys and values, which other rows of the same text may see.
-    """
+    """(y, parts, NaN where nothing is written) of rows, (number of a text, position), of which all is a function."""
     c, chooser = GPTConfig(block_size=block_size, **dict(position='none') | how), torch.Generator().manual_seed(0)
     layer = Layer(n_slots, c.n_kv_head, c.head_dim, 'float16', 'float16', DEVICE)
     for each in layer.k, layer.v:

@@ -1,13 +1,11 @@
 """What the kernels of a step are compiled to, for GPUs that are not here."""
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, sizes
+from conftest import ROOT, run, sizes
 from on_triton import triton
 from plain_gpu import Direct
 
@@ -51,17 +49,11 @@ def compiled(cases):
     code = ('import json, sys, test_gpu_compiled; '
             'print(json.dumps([test_gpu_compiled.compile_for(*case) for case in json.loads(sys.argv[1])]))')
     own = dict(TRITON_INTERPRET='0', PYTHONPATH=os.pathsep.join([ROOT, f'{ROOT}/tests']))
-    run = subprocess.run([sys.executable, '-c', code, json.dumps(cases)], capture_output=True, text=True, cwd=ROOT,
-                         env=ENVIRONMENT | own)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(run(ROOT, '-c', code, json.dumps(cases), code=0, **own).stdout.splitlines()[-1])
 
 
 def test_the_kernels_of_a_step_compile_for_gpus():
-    """
-    No float32 is rounded to tf32. Tensor cores multiply 16 bits. A block needs no more memory than any GPU since 2020
-    has. A draw multiplies and shifts 64 bits unsigned, and flushes nothing to 0.
-    """
+    """No float32 becomes tf32, 16 bits are for tensor cores, blocks fit GPUs since 2020, draws flush nothing to 0."""
     cases = sizes(CASES, CASES + MORE)
     for case, kernels in zip(cases, compiled(cases)):
         arch, dtype, _, how = case

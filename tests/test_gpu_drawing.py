@@ -11,6 +11,7 @@ from conftest import sizes
 from on_triton import DEVICE, QUIET
 from plain_gpu import Direct
 from plain_gpu import draw as draw_plainly
+from test_draw import SHAPES, probabilities, rows_of
 from toy_executor import bitmap
 
 from decode.draw import DrawSettings, changed, exponential_noise
@@ -53,10 +54,6 @@ def on_device(tensors, device=DEVICE):
     return type(tensors)(*(t.to(device, copy=True) for t in tensors))
 
 
-def rows_of(n, vocab_size, seed=0):
-    return (np.random.default_rng(seed).normal(size=(n, vocab_size)) * 3.0).astype(np.float32)
-
-
 def draw_in_kernels(logits, inputs):
     ended = torch.zeros(len(logits), dtype=torch.int32, device=DEVICE)
     drawing.draw(logits, inputs, ended)
@@ -79,19 +76,9 @@ def check_same(found, expected):
 
 def is_near(logits, s, number, token):
     """Would other borders of what is kept, NEAR those of the settings, draw the token? In float64."""
-    x, (temperature, top_k, *borders) = logits.astype(np.float64), s.values[:4]
-    noise = exponential_noise([s.seed], [number], np.arange(len(x))[None])[0]
-    for p, m in itertools.product((-NEAR, 0, NEAR), repeat=2):
-        top_p, min_p = borders[0] + p, borders[1] * (1 + m)
-        p = np.exp((x - x.max()) / temperature)
-        p[p < min_p] = 0
-        if 0 < top_k < len(x):
-            p[x < np.sort(x)[-int(top_k)]] = 0
-        order = np.argsort(-x, kind='stable')
-        before = np.cumsum(p[order]) - p[order]
-        if top_p < 1:
-            p[order[before >= top_p * p.sum()]] = 0
-        scores = p / noise
+    (temperature, top_k, *borders), noise = s.values[:4], exponential_noise([s.seed], [number], [range(len(logits))])[0]
+    for slack in (-NEAR, 0, NEAR):
+        scores = probabilities(logits.astype(np.float64), temperature, int(top_k), *borders, slack) / noise
         if scores[token] > 0 and scores[token] >= scores.max() * (1 - 10 * NEAR):
             return True
     return False
@@ -119,17 +106,13 @@ HOWS = [dict(), dict(temperature=3.0), dict(temperature=0.0), dict(top_k=1), dic
         dict(temperature=1e5), dict(temperature=1e5, top_k=3, top_p=0.5), dict(top_k=100, top_p=0.9, min_p=1e-3),
         dict(top_p=1 - 1e-6), dict(temperature=1e30), dict(temperature=1.1e-30, top_p=0.5), dict(min_p=1.0),
         dict(temperature=100.0, top_p=0.9), dict(temperature=100.0, top_k=600), dict(top_k=2**24, top_p=0.1003)]
-KINDS = {'normal': lambda x: x, 'equal': lambda x: x * 0 + 5, 'almost equal': lambda x: x * 1e-3,
-         'two values': np.sign, 'few values': np.round, 'zeros of both signs': lambda x: np.round(x) * 0,
-         'wide': lambda x: x * 30, 'one finite': lambda x: np.where(x == x.max(), x, -np.inf),
-         'some infinite': lambda x: np.where(x >= np.median(x), x, -np.inf), 'none finite': lambda x: x * 0 - np.inf,
-         'far from 0': lambda x: np.round(x * 8) - 1e6, 'tiny': lambda x: x * 1e-40, 'huge': lambda x: x * 1e37,
-         'one large': lambda x: np.where(x == x.min(), 15, x), 'falling': lambda x: -np.sort(-x)}
+KINDS = SHAPES | {'zeros of both signs': lambda x: np.round(x) * 0, 'none finite': lambda x: x * 0 - np.inf,
+                  'tiny': lambda x: x * 1e-40, 'huge': lambda x: x * 1e37}
 
 
 def rows_like(hows):
     """(kind, settings) of rows with ties here and there."""
-    kinds = itertools.cycle(['few values', 'normal', 'normal'])
+    kinds = itertools.cycle(['rounded', 'normal', 'normal'])
     return [('two values' if how.get('temperature') == 0 else kind, how) for kind, how in zip(kinds, hows)]
 
 

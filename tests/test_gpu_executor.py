@@ -1,7 +1,4 @@
-"""
-The GPU's executor without a GPU: its kernels' functions in PyTorch, and a device that does nothing before the host
-waits for it. What it computes, in any company, is in test_executors.py.
-"""
+"""The GPU's executor without a GPU, by its kernels' functions in PyTorch. What it computes: test_executors.py."""
 import itertools
 import random
 import weakref
@@ -35,10 +32,7 @@ def gpu(model, queue=None, **functions):
 
 
 class Late(Direct):
-    """
-    A device that does nothing before the host waits for it: then all up to the event. n_late: how many operations
-    were under way at a time, at most.
-    """
+    """It does nothing before the host waits, then all up to the event. n_late: the most that were under way at once."""
 
     def __init__(self):
         super().__init__()
@@ -100,9 +94,8 @@ def check_alone(model, sequences):
 @pytest.mark.parametrize('kind', sizes(['llama', 'rope window sinks'], MODELS))
 def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
     """
-    Sequences end one by one in a call of several steps, or at full contexts, or are aborted while others begin as they
-    did. Few pages, so some are preempted. Interrupts leave nothing under way, which `LateCalls` asserts, and the engine
-    computes all sequences anew.
+    Sequences end one by one in a call, or at full contexts, or are aborted while others begin as they did; some are
+    preempted. After an interrupt nothing is under way, which `LateCalls` asserts, and all are computed anew.
     """
     n_late = n_preempted = 0
     for seed in range(sizes(1, 5)):
@@ -130,10 +123,7 @@ def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
 
 @torch.inference_mode()
 def test_a_text_is_one_whoever_runs_beside_it():
-    """
-    Of 50,257 tokens, beside prompts, log probabilities, many stops and biases, penalties: with a draw that gives other
-    tokens than the definition, so that one token that is drawn by anything else shows.
-    """
+    """With a draw that gives other tokens than the definition, so that one that anything else draws shows."""
     m, many = model_of('learned', vocab_size=50257, n_embd=16, n_layer=1), range(0, 50257, 90)
     hows = [dict(temperature=0.9), dict(logprobs=True), dict(stop_ids=many, min_tokens=9),
             dict(logit_bias={t: 1.0 for t in many}), dict(frequency_penalty=1.0),
@@ -210,10 +200,7 @@ class Recorded(Direct):
 
 @torch.inference_mode()
 def test_no_graph_is_recorded_in_the_pool_of_forgotten_ones(monkeypatch):
-    """
-    PyTorch's allocator refuses it: a pool ends with its last graph. One for each storage, and after an interrupt. And
-    what is run to be recorded draws nothing, and into no other memory, whatever the last call has left.
-    """
+    """PyTorch's allocator refuses it: a pool ends with its last graph. And what is run to be recorded draws nothing."""
     m, queue = model_of('rope'), Recorded(monkeypatch)
     executor = gpu(m, queue)
     executor.tables.inputs.left.fill_(3)

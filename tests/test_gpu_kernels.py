@@ -1,7 +1,4 @@
-"""
-The GPU's executor with its Triton kernels, in Triton's interpreter where there is no GPU: logits are the judge's, and
-their bits depend on nothing beside a text.
-"""
+"""The GPU's executor with its Triton kernels: logits are the judge's, and their bits depend on a text alone."""
 import copy
 import random
 

@@ -37,8 +37,6 @@ from tokenizer import CharTokenizer
 
 transformers = pytest.importorskip('transformers', reason="transformers is not installed")
 
-WINDOW = ROPE | dict(window=5)
-
 
 @pytest.mark.parametrize('config, family', FAMILIES + SCALED)
 def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, family):
@@ -65,22 +63,18 @@ def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, fa
         tmp_path / 'hf' / 'model.safetensors').read_bytes()
 
 
-NO_MODEL = [  # config, what the line has to say
-    (WINDOW | dict(n_sink=2), 'n_sink 2: none of the models'),
-    (HARD | dict(window=5), 'window 5 with position=learned'),
-    (HARD | dict(window=5, position='none'), 'window 5 with position=none'),
-    (ALIBI | dict(window=5), 'window 5 with position=alibi'),
-    (QWEN3 | dict(qkv_bias=True), 'no family of Llama.s kind has these together'),
-    (MISTRAL | dict(bias=True), 'no family of Llama.s kind has these together'),
-    (UNTIED | dict(mlp='gelu'), 'norm=rms, mlp=gelu, position=rope'),
-    (UNTIED | dict(position='none'), 'norm=rms, mlp=swiglu, position=none'),
-    (ROPE | dict(norm='rms'), 'norm=rms, mlp=gelu'),
-    (ROPE | dict(head_dim=10), 'head_dim=10'),
-]
-
-
 @pytest.mark.parametrize('to, config, line', [
-    *[(to, *case) for to in (formats.to_huggingface, formats.to_gguf) for case in NO_MODEL],
+    *[(to, *case) for to in (formats.to_huggingface, formats.to_gguf) for case in (
+        (ROPE | dict(window=5, n_sink=2), 'n_sink 2: none of the models'),
+        (HARD | dict(window=5), 'window 5 with position=learned'),
+        (HARD | dict(window=5, position='none'), 'window 5 with position=none'),
+        (ALIBI | dict(window=5), 'window 5 with position=alibi'),
+        (QWEN3 | dict(qkv_bias=True), 'no family of Llama.s kind has these together'),
+        (MISTRAL | dict(bias=True), 'no family of Llama.s kind has these together'),
+        (UNTIED | dict(mlp='gelu'), 'norm=rms, mlp=gelu, position=rope'),
+        (UNTIED | dict(position='none'), 'norm=rms, mlp=swiglu, position=none'),
+        (ROPE | dict(norm='rms'), 'norm=rms, mlp=gelu'),
+        (ROPE | dict(head_dim=10), 'head_dim=10'))],
     (formats.to_huggingface, UNTIED | dict(n_embd=40, n_head=3, n_kv_head=1, head_dim=16, bias=True), 'divides n_embd'),
     (formats.to_huggingface, ALIBI | dict(bias=True), 'have no biases: train with --bias=False'),
     (formats.to_huggingface, ALIBI | dict(gelu='tanh'), 'have the exact GELU: train with --gelu=none'),
@@ -127,10 +121,7 @@ def test_a_qwen2_says_how_another_tokenizer_is_loaded(tmp_path, capsys):
 
 @pytest.mark.parametrize('config', [EASY, LLAMA])
 def test_copies_and_batches_of_characters(tmp_path, config):
-    """
-    A tokenizer that was copied or saved has the same ids. With a character that fills up a batch, from the left, each
-    answer is as the one alone.
-    """
+    """A copied tokenizer has the same ids. With a character that pads a batch, each answer is as the one alone."""
     ours = CharTokenizer.of_text('\n !<|end>abcdefox€')
     formats.to_huggingface(gpt(**config | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')

@@ -50,34 +50,23 @@ def test_a_file_that_cuts_and_pads_does_not(tmp_path):
     assert JSONTokenizer(json.dumps(content), end_tokens=[1]).decode([0]) == ''
 
 
-def test_vocab_size_is_the_largest_id_and_one():
-    content = json.loads(json_tokenizer(TEXT).json)
-    content['added_tokens'].append(dict(content['added_tokens'][0], id=320, content='<extra>'))
-    ours = JSONTokenizer(json.dumps(content))
-    largest = ours.encode('<extra>')[0]
-    assert ours.vocab_size == largest + 1 and ours.decode([largest]) == '<extra>'
-
-
-@pytest.mark.parametrize('content, line', [
-    ('half a {', 'cannot be read'),
-    ('{"model": {}}', 'cannot be read'),
-    (lambda c: c | dict(decoder=dict(type='Metaspace', replacement='▁', prepend_scheme='always', split=True)),
-     'decoder of the tokenizer.json is .*Metaspace'),
-    (lambda c: c | dict(decoder=None), 'decoder of the tokenizer.json is {}'),
-    (lambda c: c | dict(decoder=dict(type='Sequence', decoders=[
-        dict(type='Replace', pattern=dict(String='_'), content='-'), dict(type='ByteFallback'), dict(type='Fuse')])),
-     'decoder of the tokenizer.json is .*ByteFallback'),
-    (lambda c: c | dict(model=c['model'] | dict(vocab=c['model']['vocab'] | dict(zz=2**32 - 1))), 'id 4,294,967,295'),
-    (lambda c: c | dict(post_processor=dict(type='TemplateProcessing', pair=[], special_tokens={}, single=[
-        dict(SpecialToken=dict(id='<s>', type_id=0))])), 'cannot be read'),
-])
-def test_what_cannot_be_used_is_refused(content, line):
-    content = content if isinstance(content, str) else json.dumps(content(json.loads(json_tokenizer(TEXT).json)))
-    with pytest.raises(ValueError, match=line):
-        JSONTokenizer(content)
+def changed(**parts):
+    """A state whose tokenizer.json has these parts in place of its own."""
+    return dict(kind='json', json=json.dumps(json.loads(json_tokenizer(TEXT).json) | parts))
 
 
 @pytest.mark.parametrize('state, line', [
+    (dict(kind='json', json='half a {'), 'cannot be read'),
+    (dict(kind='json', json='{"model": {}}'), 'cannot be read'),
+    (changed(decoder=dict(type='Metaspace', replacement='▁', prepend_scheme='always', split=True)),
+     'decoder of the tokenizer.json is .*Metaspace'),
+    (changed(decoder=None), 'decoder of the tokenizer.json is {}'),
+    (changed(decoder=dict(type='Sequence', decoders=[
+        dict(type='Replace', pattern=dict(String='_'), content='-'), dict(type='ByteFallback'), dict(type='Fuse')])),
+     'decoder of the tokenizer.json is .*ByteFallback'),
+    (changed(model=dict(type='BPE', vocab=dict(a=0, zz=2**32 - 1), merges=[])), 'id 4,294,967,295'),
+    (changed(post_processor=dict(type='TemplateProcessing', pair=[], special_tokens={}, single=[
+        dict(SpecialToken=dict(id='<s>', type_id=0))])), 'cannot be read'),
     ({'kind': 'json'}, "kind 'json' must have json, a string"), ({'kind': 'sentencepiece'}, "not 'sentencepiece'"),
     (dict(kind='json', json=3), 'json of a tokenizer must be a str'),
     (dict(kind='json', json='{}', added_tokens='<a>'), 'added_tokens of a tokenizer must be a list'),
@@ -160,26 +149,21 @@ def test_sentencepiece_with_bytes_is_the_librarys():
 
 @pytest.mark.parametrize('files, expected', [
     ({}, dict()),
-    ({'config.json': dict(eos_token_id=2), 'generation_config.json': dict(eos_token_id=[5, 7])},
-     dict(end_tokens=[5, 7, 2])),
-    ({'config.json': dict(eos_token_id=2), 'generation_config.json': dict(eos_token_id=None)}, dict(end_tokens=[2])),
-    ({'generation_config.json': dict(eos_token_id=[])}, dict(end_tokens=[])),
-    ({'tokenizer_config.json': dict(bos_token='<s>', eos_token=dict(content='</s>', lstrip=False), unk_token=None,
-                                    cls_token='<cls>', add_bos_token=True)},
+    (dict(config=dict(eos_token_id=2), generation_config=dict(eos_token_id=[5, 7])), dict(end_tokens=[5, 7, 2])),
+    (dict(config=dict(eos_token_id=2), generation_config=dict(eos_token_id=None)), dict(end_tokens=[2])),
+    (dict(generation_config=dict(eos_token_id=[])), dict(end_tokens=[])),
+    (dict(tokenizer_config=dict(bos_token='<s>', eos_token=dict(content='</s>', lstrip=False), unk_token=None,
+                                cls_token='<cls>', add_bos_token=True)),
      dict(special_tokens=dict(bos_token='<s>', eos_token='</s>'))),
-    ({'tokenizer_config.json': dict(chat_template='{{ 1 }}')}, dict(chat_template='{{ 1 }}')),
-    ({'tokenizer_config.json': dict(chat_template=[dict(name='tool_use', template='{{ 2 }}'),
-                                                   dict(name='default', template='{{ 3 }}')])},
+    (dict(tokenizer_config=dict(chat_template='{{ 1 }}')), dict(chat_template='{{ 1 }}')),
+    (dict(tokenizer_config=dict(chat_template=[dict(name='tool_use', template='{{ 2 }}'),
+                                               dict(name='default', template='{{ 3 }}')])),
      dict(chat_template='{% if tools %}\n{{ 2 }}{% else %}\n{{ 3 }}{% endif %}')),
-    ({'tokenizer_config.json': dict(chat_template='{{ 1 }}'), 'chat_template.jinja': '{{ 4 }}'},
-     dict(chat_template='{{ 4 }}')),
-    ({'special_tokens_map.json': dict(eos_token=dict(content='</s>'))},
-     dict(special_tokens=dict(eos_token='</s>'))),
+    (dict(tokenizer_config=dict(chat_template='{{ 1 }}'), chat_template='{{ 4 }}'), dict(chat_template='{{ 4 }}')),
+    (dict(special_tokens_map=dict(eos_token=dict(content='</s>'))), dict(special_tokens=dict(eos_token='</s>'))),
 ])
 def test_what_the_files_beside_a_tokenizer_json_say(tmp_path, files, expected):
-    json_of_tokenizer = sentencepiece_tokenizer(HOUSES).json
-    for name, content in ({'tokenizer.json': json.loads(json_of_tokenizer)} | files).items():
-        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding='utf-8')
+    folder_with(tmp_path, tokenizer=json.loads(sentencepiece_tokenizer(HOUSES).json), **files)
     state, names = tokenizers.state_of_dataset(tmp_path), ('special_tokens', 'chat_template')
     assert {name: value for name, value in state.items() if name in ('end_tokens', *names)} == expected
     ours = tokenizers.from_state(state)
@@ -219,10 +203,12 @@ LAST = ("{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% if n
 
 
 def folder_with(folder, **files):
-    """A folder with a tokenizer.json of NAMES and 300 ids, and these .json files beside it."""
+    """A folder with these .json files, or .jinja of texts, and by default a tokenizer.json of NAMES and 300 ids."""
     folder.mkdir(exist_ok=True)
-    for name, content in dict(tokenizer=json.loads(json_tokenizer(TEXT, 300, NAMES).json), **files).items():
-        (folder / f'{name}.json').write_text(json.dumps(content), encoding='utf-8')
+    for name, content in (dict(tokenizer=json.loads(json_tokenizer(TEXT, 300, NAMES).json)) | files).items():
+        is_text = isinstance(content, str)
+        path = folder / f'{name}.{"jinja" if is_text else "json"}'
+        path.write_text(content if is_text else json.dumps(content), encoding='utf-8')
     return folder
 
 

@@ -3,8 +3,6 @@ import hashlib
 import itertools
 import math
 import os
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import llvmlite.binding as llvm
@@ -13,24 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import WEIGHTS, sizes
+from conftest import run as run_script
 from numba import njit
 
 from decode import weights as weights_of_decoder
 from decode.kernel import building, layout
 from decode.kernel.emit import LANES
 from decode.kernel.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, SCALE_GROUP, SHEET
-from decode.kernel.linears import (
-    ADD,
-    ADDED,
-    CLAIMED,
-    GELU,
-    GELU_TANH,
-    STORE,
-    Team,
-    linear,
-    prepare_rows,
-    shared_linear,
-)
+from decode.kernel.linears import ADD, ADDED, CLAIMED, GELU, GELU_TANH, STORE, Team, linear, prepare_rows, shared_linear
 from decode.kernel.pointers import floats_at, longs_at
 from decode.kernel.step import packed_linears, thread_scratch
 from decode.kernel.threads import LINE, aligned
@@ -189,10 +177,7 @@ def check(weights, shapes):
 
 
 def check_finite(weights, shapes):
-    """
-    Products that are not finite are noticed by the thread that computes them; those of rows that are not computed are
-    not looked at.
-    """
+    """The thread that computes a product notices that it is not finite; rows that are not computed do not count."""
     packed = Packed(weights, shapes)
     for number, (n, k) in enumerate(shapes):
         x, out = packed.inputs(number), torch.zeros(packed.n_rows, packed.width(number, STORE))
@@ -266,17 +251,11 @@ CHECK = ("import sys, test_linears\n"
 
 
 def check_elsewhere(before, weights, cpu):
-    """
-    What `check` finds in another process, with DECODE_CPU=cpu and after the code `before`. What it compiles has a
-    folder of its own.
-    """
+    """What `check` finds in a process with DECODE_CPU=cpu after the code `before`, and a cache of its own."""
     here = os.path.dirname(os.path.abspath(__file__))
     folder = os.path.join(here, '__pycache__', hashlib.sha256(f'{before} {cpu}'.encode()).hexdigest())
-    done = subprocess.run([sys.executable, '-c', before + CHECK, *weights], capture_output=True, text=True, cwd=here,
-                          env={**os.environ, 'PYTHONPATH': os.path.dirname(here), 'NUMBA_CACHE_DIR': folder,
-                               'DECODE_CPU': cpu})
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return run_script(here, '-c', before + CHECK, *weights, code=0, PYTHONPATH=os.path.dirname(here),
+                      NUMBA_CACHE_DIR=folder, DECODE_CPU=cpu).stdout.split()
 
 
 SHIFTS = "import decode.kernel.linears as linears\nlinears.DOT, linears.ADDED = 'shifts', 128\n"
@@ -284,10 +263,7 @@ SHIFTS = "import decode.kernel.linears as linears\nlinears.DOT, linears.ADDED = 
 
 @pytest.mark.parametrize('cpu, before', [('avx2', ''), *sizes([], [('avx2', SHIFTS), ('', SHIFTS), ('avxvnni', '')])])
 def test_processors_without_some_instructions_give_the_same_bits(cpu, before):
-    """
-    Vectors of eight lanes, as without AVX-512, have other tiles: the order of a sum does not depend on them. And bytes
-    are multiplied in other ways, whose sums are exact.
-    """
+    """Without AVX-512 tiles are others, and bytes are multiplied in other ways, whose sums are exact."""
     features = llvm.get_host_cpu_features()
     if cpu and not (features.get(cpu) or cpu == 'avxvnni' and features.get('avx512vnni')):
         pytest.skip(f"this processor has no {cpu}")

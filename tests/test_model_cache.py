@@ -1,7 +1,4 @@
-"""
-The cache of model.py: with it the logits are those of one pass without it, on every kind of model, for any chunks, at
-any length; and the mistakes that shipped in somebody's KV cache, each with the test that catches it.
-"""
+"""The cache of model.py: for any chunks the logits of one pass; and the mistakes of other projects' caches."""
 import numpy as np
 import pytest
 import torch
@@ -13,10 +10,8 @@ from tiny_models import MODELS, VOCAB, model_of
 
 import positions
 
-pytestmark = pytest.mark.usefixtures('no_gradients')
 
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_gradients():
     with torch.no_grad():
         yield
@@ -41,8 +36,10 @@ def cut(data, T):
 @settings(max_examples=sizes(60, 400), derandomize=True)
 @given(st.data())
 def test_any_chunks_give_the_logits_of_one_uncached_pass_and_of_the_judge(data):
-    model = model_of(data.draw(st.sampled_from([*MODELS])), data.draw(st.integers(0, 10**6)), torch.float64,
-                     n_layer=data.draw(st.integers(1, 3)))
+    kind, how = data.draw(st.sampled_from([*MODELS])), dict(n_layer=data.draw(st.integers(1, 3)))
+    if 'window' in kind:
+        how |= dict(window=data.draw(st.integers(1, 13)), n_sink=data.draw(st.integers(0, 3)))
+    model = model_of(kind, data.draw(st.integers(0, 10**6)), torch.float64, **how)
     endless = model.config.max_positions != model.config.block_size
     idx = torch.randint(VOCAB, (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 90 if endless else 40))))
     expected, (logits, cache) = plain(model, idx), in_chunks(model, idx, cut(data, idx.size(1)))
@@ -104,7 +101,7 @@ def test_it_works_in_place_rewinding_is_free_and_a_branch_needs_a_clone():
 
 @pytest.mark.parametrize('window, n_sink', [(1, 0), (5, 0), (5, 2), (8, 1)])
 def test_going_back_by_a_window_and_one_is_free(window, n_sink):
-    """The ring holds two windows, so what the token there sees is stored. One position further back it is not."""
+    """The ring holds two windows, so what the token there sees is stored."""
     model = model_of('rope', 0, torch.float64, window=window, n_sink=n_sink)
     idx, other = torch.randint(VOCAB, (2, 1, 80))
     for end in (n_sink + 1, 2 * window + n_sink, 60, 61):
@@ -114,18 +111,11 @@ def test_going_back_by_a_window_and_one_is_free(window, n_sink):
             rewound = [layer.clone()._replace(cache_pos=back) for layer in cache]
             logits = in_chunks(model, text[:, back:], [1] * (2 * window), rewound)[0]
             torch.testing.assert_close(logits, plain(model, text)[:, back:], atol=1e-10, rtol=0)
-    if window > 1:
-        text = torch.cat((idx[:, :61 - window - 2], other[:, :1]), dim=1)
-        logits = model(text[:, -1:], kv_cache=[layer._replace(cache_pos=text.size(1) - 1) for layer in cache])[0]
-        assert (logits - plain(model, text)[:, -1:]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize('position', ['none', 'rope', 'alibi'])
 def test_a_sliding_cache_is_a_banded_mask_and_not_recomputation(position):
-    """
-    Dropping the oldest keys is not the same as computing the shorter window anew, whatever the positions, as soon as
-    there are two layers. KV_CACHE.md tells the story; this is the measurement (pytest -s prints it).
-    """
+    """The measurement of KV_CACHE.md, which pytest -s prints: with two layers they differ, whatever the positions."""
     window, idx = 8, torch.randint(29, (1, 20), generator=torch.Generator().manual_seed(0))
     for n_layer in (1, 2, 4):
         model = model_of(position, 0, torch.float64, n_layer=n_layer)

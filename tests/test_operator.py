@@ -1,5 +1,6 @@
 """The KeyValueCache operator compared with a dictionary of tokens, for all of its arguments."""
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from test_storage import slowly_quantised
 from kvcache.openppl import key_value_cache
 
 SHAPES = {0: 'TL2HD', 1: 'LT2HD', 2: 'L2THD', 3: 'L2HTD'}
+# max_seqlen and max_kvlen are scalar tensors in the operator's definition
+LENGTHS = int, torch.tensor, partial(torch.tensor, dtype=torch.int32), partial(torch.tensor, dtype=torch.uint8)
 
 
 def empty(layout, max_t, n_layer, n_head, last, dtype):
@@ -37,7 +40,8 @@ def cases(draw):
         H=draw(st.integers(1, 3)), n_layer=draw(st.integers(1, 2)), mode=draw(st.integers(0, 1)),
         layout=draw(st.integers(0, 3)), repeat=draw(st.integers(1, 3)), page=draw(st.integers(1, 4)),
         steps=draw(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4)),
-        dtype=draw(st.sampled_from([np.float32, np.float16])), kept=draw(st.sampled_from([np.float32, np.float16])))
+        dtype=draw(st.sampled_from([np.float32, np.float16])), kept=draw(st.sampled_from([np.float32, np.float16])),
+        length=draw(st.sampled_from(LENGTHS)))
 
 
 @settings(max_examples=sizes(60, 300))
@@ -45,7 +49,7 @@ def cases(draw):
 def test_the_operator_is_a_dictionary_of_tokens(case):
     """Several steps of different lengths, layer by layer: keys and values are those of the dictionary, bit by bit."""
     rng, B, L, H, Dh = np.random.default_rng(case['seed']), 3, case['n_layer'], case['H'], case['Dh']
-    bits, group, layout, page = case['bits'], case['group'], case['layout'], case['page']
+    bits, group, layout, page, length = (case[name] for name in ('bits', 'group', 'layout', 'page', 'length'))
     steps = [step for step in case['steps'] if sum(step)]
     total = np.sum(steps, axis=0) if steps else np.zeros(B, int)
     n_pages = max(1, -(-int(total.max()) // page)) if len(total) else 1
@@ -71,9 +75,10 @@ def test_the_operator_is_a_dictionary_of_tokens(case):
                 for t in range(step[b]):
                     rows[b, start[b] + t, layer, kind, h] = read_back(x[seqstarts[b] + t, h], bits, group, case['kept'])
             out = key_value_cache(
-                *map(torch.from_numpy, (k, v, seqstarts, kvstarts, cachestarts, start)), 4, int(kvstarts[-1]),
-                cache, scale, num_layer=L, layer_idx=layer, quant_bit=bits, quant_group=group,
-                num_repeat=case['repeat'], cache_mode=case['mode'], cache_layout=layout, page_size=page)
+                *map(torch.from_numpy, (k, v, seqstarts, kvstarts, cachestarts, start)), length(4),
+                length(int(kvstarts[-1])), cache, scale, num_layer=L, layer_idx=layer, quant_bit=bits,
+                quant_group=group, num_repeat=case['repeat'], cache_mode=case['mode'], cache_layout=layout,
+                page_size=page)
             for kind in range(2):
                 assert out[kind].shape == (kvstarts[-1], H * case['repeat'], Dh)
                 for b, h in itertools.product(range(B), range(H * case['repeat'])):
@@ -169,17 +174,6 @@ def test_nothing_is_recorded_for_backward():
     key, _ = key_value_cache(new, new, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([0]),
                              torch.tensor([0]), 1, 1, cache)
     assert not key.requires_grad and cache[0].sum() == 4
-
-
-@pytest.mark.parametrize('dtype', [torch.int64, torch.int32, torch.uint8])
-def test_lengths_may_be_tensors_without_dimensions(dtype):
-    """As in the operator's definition, where max_seqlen and max_kvlen are scalar tensors."""
-    results = []
-    for length in (3, torch.tensor(3, dtype=dtype)):
-        cache, scale = torch.zeros(2, 2, 32, 3, 8, dtype=torch.int8), torch.zeros(2, 2, 32, 3, 2)
-        arguments = GOOD | dict(cache=cache, scale=scale, max_seqlen=length, max_kvlen=length)
-        results.append((*key_value_cache(**arguments), cache, scale))
-    assert all(map(torch.equal, *results)) and results[0][2].any()
 
 
 def test_the_current_keys_may_be_rows_of_the_cache():

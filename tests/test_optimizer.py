@@ -33,10 +33,7 @@ def steps(model, n, *optimizers):
 
 
 def test_a_step_is_that_of_torchs_muon_and_torchs_adamw(monkeypatch):
-    """
-    Each parameter alone in an optimizer of torch, with the same gradients: Muon has the matrices of the blocks. Torch's
-    products are in bfloat16, and here in float32 as ours.
-    """
+    """Each parameter alone in an optimizer of torch, whose Muon, which has the blocks' matrices, here is in float32."""
     model, twin = (small(bias=True, mlp='swiglu', tied=False, qk_norm=True) for _ in range(2))
     optimizer = make_optimizer(model, 'cpu', SETTINGS)
     alone = [torch.optim.Muon([p], lr=0.02, weight_decay=0.3) if '.h.' in name and p.dim() == 2
@@ -50,32 +47,29 @@ def test_a_step_is_that_of_torchs_muon_and_torchs_adamw(monkeypatch):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize('damage, message', [
-    (lambda s: s.clear(), 'param_groups'),
-    (lambda s: s['param_groups'][0]['params'].pop(), 'is of .* parameters'),
-    (lambda s: s['state'].update({0: 3}), ''),
-    (lambda s: s['state'][0].update(step='x'), ''),
-    (lambda s: s['state'][0].update(exp_avg=3), ''),
-    (lambda s: s['state'].update({0: s['state'][1], 1: s['state'][0]}), 'exp_avg is .* and its parameter'),
-    (lambda s: s['state'][s['param_groups'][2]['params'][0]].update(momentum_buffer=torch.ones(3, 8)), r'is \(3, 8\)')])
-def test_a_state_that_does_not_fit_is_refused_in_words(damage, message):
+@pytest.mark.parametrize('name, damage, message', [
+    *[('optimizer', *row) for row in (
+        (lambda s: s.clear(), 'param_groups'),
+        (lambda s: s['param_groups'][0]['params'].pop(), 'is of .* parameters'),
+        (lambda s: s['state'].update({0: 3}), ''),
+        (lambda s: s['state'][0].update(step='x'), ''),
+        (lambda s: s['state'][0].update(exp_avg=3), ''),
+        (lambda s: s['state'].update({0: s['state'][1], 1: s['state'][0]}), 'exp_avg is .* and its parameter'),
+        (lambda s: s['state'][s['param_groups'][2]['params'][0]].update(momentum_buffer=torch.ones(3, 8)),
+         r'is \(3, 8\)'))],
+    *[('rng', state, '') for state in (
+        {'torch': None}, {'torch': 3, 'cuda': []}, {'torch': torch.ones(3), 'cuda': []})],
+    ('best_val_loss', None, ''), ('best_val_loss', 'x', '')])
+def test_a_state_that_does_not_fit_is_refused_in_words(name, damage, message):
+    """damage: a function that changes the state, or another one in its place."""
     model = small()
     optimizer = make_optimizer(model, 'cpu', SETTINGS)
     steps(model, 1, optimizer)
     resumed = dict(optimizer=optimizer.state_dict())
     restore(resumed, make_optimizer(model, 'cpu', SETTINGS), None)
-    damage(resumed['optimizer'])
-    with pytest.raises(ValueError, match=f"the optimizer state of the checkpoint does not fit, .*{message}"):
+    damage(resumed[name]) if callable(damage) else resumed.update({name: damage})
+    with pytest.raises(ValueError, match=f"the {name} state of the checkpoint does not fit, .*{message}"):
         restore(resumed, make_optimizer(model, 'cpu', SETTINGS), None)
-
-
-@pytest.mark.parametrize('name, state', [
-    ('rng', {'torch': None}), ('rng', {'torch': 3, 'cuda': []}), ('rng', {'torch': torch.ones(3), 'cuda': []}),
-    ('best_val_loss', None), ('best_val_loss', 'x')])
-def test_other_wrong_states_are_refused_in_words(name, state):
-    optimizer = make_optimizer(small(), 'cpu', SETTINGS)
-    with pytest.raises(ValueError, match=f"the {name} state of the checkpoint does not fit"):
-        restore({'optimizer': optimizer.state_dict(), name: state}, optimizer, None)
 
 
 @pytest.mark.parametrize('settings, message', [
@@ -118,17 +112,14 @@ def schedule(monkeypatch):
     return settings
 
 
-def test_warmup_stable_decay(schedule):
-    lr = schedule(lr_schedule='wsd', cooldown_frac=0.25)
-    assert [lr(it) for it in (0, 1, 3)] == [0.2, 0.4, 0.8]
-    assert [lr(it) for it in (4, 10, 18)] == [1.0, 1.0, 1.0]  # the last quarter, 6 iterations, begins at 18
-    assert [lr(it) for it in (19, 21, 23, 24, 30)] == [pytest.approx(x) for x in (5 / 6, 3 / 6, 1 / 6, 0, 0)]
-    assert schedule(lr_schedule='wsd', decay_lr=False)(23) == 1.0
-
-
-def test_nanogpts_cosine(schedule):
-    lr = schedule()
-    assert [lr(it) for it in (0, 3, 4, 14, 24, 30)] == [0.2, 0.8, 1.0, pytest.approx(0.55), 0.1, 0.1]
+@pytest.mark.parametrize('settings, expected', [
+    (dict(), {0: 0.2, 3: 0.8, 4: 1, 14: 0.55, 24: 0.1, 30: 0.1}),  # nanoGPT's cosine
+    (dict(lr_schedule='wsd', cooldown_frac=0.25),  # the last quarter, 6 iterations, begins at 18
+     {0: 0.2, 1: 0.4, 3: 0.8, 4: 1, 10: 1, 18: 1, 19: 5 / 6, 21: 3 / 6, 23: 1 / 6, 24: 0, 30: 0}),
+    (dict(lr_schedule='wsd', decay_lr=False), {23: 1})])
+def test_learning_rates_by_iteration(schedule, settings, expected):
+    lr = schedule(**settings)
+    assert {it: lr(it) for it in expected} == pytest.approx(expected, abs=1e-12)
 
 
 def test_muons_learning_rate_goes_by_the_schedule(schedule, monkeypatch):

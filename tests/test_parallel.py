@@ -113,10 +113,7 @@ def test_two_processes_with_dropout_resume_exactly(two, way):
 
 
 def test_a_run_goes_on_in_any_number_of_processes_each_with_the_whole_model_or_a_part(two):
-    """
-    A run without dropout whose first two processes are killed, and then one after the other, each from the checkpoint
-    of the one before. A checkpoint that is written again without an iteration is the same, to the bit.
-    """
+    """Two processes are killed, and others go on. A checkpoint that is written again is the same, to the bit."""
     assert train(two, *SETTINGS, '--out_dir=one', '--max_iters=200').returncode == 0
     killed = [start(two, 'train.py', *TINY, *SETTINGS, '--parallel=fsdp', '--max_iters=1000000', '--eval_interval=5',
                     **env) for env in group(2)]

@@ -52,16 +52,12 @@ def test_the_same_tokens(engine, bias, n_head, n_embd, threads):
     assert torch.equal(made.generate(turned, 4), expected(model, turned, 4))
 
 
-EVERY_WAY = [(peer, weights, way) for peer in (Ours, *PEERS) for weights in peer.ways for way in peer.ways[weights]]
-
-
 @pytest.mark.parametrize('name', ['gpt2', *LLAMAS])
-@pytest.mark.parametrize('peer, weights, way', EVERY_WAY, ids=lambda x: getattr(x, 'name', None) or str(x))
+@pytest.mark.parametrize('peer, weights, way', [
+    (peer, weights, way) for peer in (Ours, *PEERS) for weights in peer.ways for way in peer.ways[weights]],
+    ids=lambda x: getattr(x, 'name', None) or str(x))
 def test_the_same_model_but_for_rounding(peer, weights, way, name):
-    """
-    Most first tokens of 40 prompts are ours, in spite of rounding or another GELU; with a wrong weight few are. An
-    engine runs a llama, or says that it cannot.
-    """
+    """Most first tokens are ours; with a wrong weight few are. An engine runs a llama, or says that it cannot."""
     c = LLAMAS.get(name)
     model = tiny(bias=False, n_head=4, n_embd=64, n_kv_head=2, n_inner=96, qkv_bias=c.qkv_bias, norm_eps=c.norm_eps,
                  rope_theta=c.rope_theta, **LLAMA) if c else tiny()

@@ -1,7 +1,4 @@
-"""
-Pools of pages and of cells: by hand, and under random operations with a simulated storage, in which each slot holds the
-text whose last token's keys and values it has.
-"""
+"""Pools of pages and of cells: by hand, and under random operations, beside a storage whose slots hold texts."""
 from collections import Counter
 
 import pytest
@@ -52,11 +49,7 @@ def seen(config, n):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """
-    Sequences begin, grow, are forked, cut, cropped and freed.
-
-    held: what was computed in each slot, (salt, the tokens up to this one), for keys and values depend on all of them.
-    """
+    """held: what was computed in each slot, (salt, the tokens up to this one), on which its keys and values depend."""
 
     def __init__(self, kind, config):
         super().__init__()
@@ -180,24 +173,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.sequences.append(forked)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), part=st.floats(0, 1), other=st.lists(st.integers(50, 52), max_size=6))
+    @rule(data=st.data(), part=st.floats(0, 1) | st.just(1.0), other=st.lists(st.integers(50, 52), max_size=6))
     def cut(self, data, part, other):
-        """Back to an earlier position, as far as what its token sees is still there; perhaps to go on otherwise."""
+        """Back to an earlier position, if what its token sees is there; perhaps to go on otherwise. 1.0: a trim."""
         s = self.any(data)
         n, had = round(part * s.n_computed), {*slots_of(s)}
         kept = self.pool.cut(s, n)
-        assert kept == s.n_computed == (n if {*seen(self.config, n)} <= had else 0)
+        assert kept == s.n_computed == s.n_writable == (n if {*seen(self.config, n)} <= had else 0)
+        assert max(slots_of(s), default=0) < max(1, -(-kept // self.pool.page_size)) * self.pool.page_size
         if other and s.whole and kept + 6 < s.max_positions:
             s.tokens[max(1, kept):] = other
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def trim(self, data):
-        """Give up the slots of later positions."""
-        s = self.any(data)
-        n = s.n_computed
-        assert self.pool.cut(s, n) == n == s.n_writable
-        assert max(slots_of(s), default=0) < max(1, -(-n // self.pool.page_size)) * self.pool.page_size
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -293,22 +278,6 @@ def add(pool, tokens):
     assert pool.extend(s, len(s.tokens) - n_found)
     pool.computed(s, len(s.tokens) - n_found)
     return s, n_found
-
-
-def test_prompts_that_begin_alike_share_full_pages():
-    pool = PagePool(8, 4)
-    a, n_found = add(pool, range(10))
-    assert n_found == 0 and a.table == [0, 1, 2]
-    b, n_found = add(pool, [*range(8), 77, 78])
-    assert n_found == 8 and b.table == [0, 1, 3]
-    c, n_found = add(pool, range(8))
-    assert n_found == 4, "not the second page, since the last token must be computed"
-    d, n_found = add(pool, [9, *range(1, 8)])
-    assert n_found == 0 and pool.references[:4] == [3, 2, 1, 1]
-    for s in (a, b, c, d):
-        pool.free(s)
-    assert pool.references == [0] * 8 and pool.n_free == 8
-    assert add(pool, range(10))[1] == 8, "no sequence used the pages, and they were still remembered"
 
 
 def test_a_pool_without_room_is_refused():

@@ -112,7 +112,7 @@ def test_each_field(hf, change, expected):
 
 
 ATTENTION = MPT_7B['attn_config']
-REFUSED = [  # config.json, what is changed in it, what the line has to say
+@pytest.mark.parametrize('hf, change, line', [  # config.json, what is changed in it, what the line has to say
     # no Llama at all; mixtures of experts; layers that run beside one another; multimodal
     *[(LLAMA_3_2_1B, dict(model_type=name), f"model_type is {name!r}, but only gpt2, gpt_bigcode, starcoder2, mpt")
       for name in ('bert', 'mixtral', 'cohere', [])],
@@ -151,10 +151,7 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
     (QWEN3_06B, dict(tie_word_embeddings='yes'), "tied must be True or False, not 'yes'"),
     (MISTRAL_7B, dict(sliding_window=-1), 'window must be an integer from 0'),
     (MISTRAL_7B, dict(rms_norm_eps=0), 'norm_eps must be between 1e-37 and 1, not 0'),
-]
-
-
-@pytest.mark.parametrize('hf, change, line', REFUSED)
+])
 def test_what_cannot_be_represented_is_refused_by_name(hf, change, line):
     with pytest.raises(ValueError) as refused:
         GPTConfig(**config_args(hf | change))
@@ -264,10 +261,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, config, change, line):
 
 @pytest.mark.parametrize('kept', [torch.bfloat16, torch.float32, torch.float64])
 def test_the_dtype_is_kept_or_given(tmp_path, kept):
-    """
-    Also where it differs within the file: a model computes in one, which has all of its numbers. Norms in a wider type
-    often have the numbers of a narrow one.
-    """
+    """Where it differs within the file, a model computes in the one that has all of its numbers."""
     def written(matrices, norms, wide=()):
         exported(tmp_path, ROPE, lambda weights: {
             k: (1.001 * v).to(norms).float() if k.endswith('norm.weight') else v.to(
@@ -346,32 +340,20 @@ def both(*changes):
     return lambda folder: [change(folder) for change in changes]
 
 
-BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has to say
-    (cut('config.json'), 'config.json cannot be read'),
-    (cut('model.safetensors'), 'model.safetensors cannot be read (SafetensorError: '),
-    (cut('tokenizer.json'), 'the tokenizer.json cannot be read'),
-    (cut('tokenizer_config.json'), 'tokenizer_config.json cannot be read'),
-    (cut('generation_config.json'), 'generation_config.json cannot be read'),
-    (written('config.json', '[]'), 'config.json cannot be read (ValueError: it must hold a dict'),
-    (written('model.safetensors', 'version https://git-lfs.github.com/spec/v1'), 'cannot be read'),  # a pointer
-    (lambda folder: os.remove(folder / 'config.json'), 'is a folder with weights, but no config.json'),
-    (lambda folder: os.remove(folder / 'tokenizer.json'), 'hf has no tokenizer.json: these tokens have no text'),
-    # what the config alone says is said before weights are read
-    (both(cut('model.safetensors'), changed('config.json', hidden_act='gelu')), "config.json: hidden_act is 'gelu'"),
-    (changed('config.json', vocab_size=2**24), '(16777216, 48), but embed_tokens.weight is (300, 48)'),
-    (changed('config.json', intermediate_size=2**24), 'size mismatch'),
-    (both(changed('config.json', vocab_size=299), lambda folder: shorter_embedding(folder)),
-     'the tokenizer has 300 tokens, but the model a vocab_size of 299'),
-    *[(changed('generation_config.json', eos_token_id=end), line) for end, line in (
-        ('</s>', "generation_config.json: eos_token_id must be a token id or a list of them, not '</s>'"),
-        (True, 'not True'), ([[0]], 'not [[0]]'))],
-    (changed('tokenizer_config.json', added_tokens_decoder={'0': 7}), 'a token that the files beside it add'),
-    (changed('tokenizer_config.json', added_tokens_decoder={'x': dict(content='a')}), 'must name ids, not'),
-    (changed('tokenizer.json', decoder=dict(type='WordPiece', prefix='##', cleanup=True)),
-     'the decoder of the tokenizer.json is {"type": "WordPiece"'),
-    (changed('tokenizer.json', added_tokens=[], model=dict(type='BPE', vocab={}, merges=[])),
-     'the tokenizer.json has no tokens'),
-]
+def shorter_embedding(folder):
+    from safetensors.torch import load_file, save_file
+    weights = load_file(folder / 'model.safetensors')
+    save_file({name: w[:299].contiguous() if len(w) == 300 else w.clone() for name, w in weights.items()},
+              folder / 'model.safetensors')
+
+
+@pytest.fixture(scope='module')
+def good_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('good') / 'hf'
+    tokenizer = json_tokenizer(TEXT)
+    formats.to_huggingface(gpt(**UNTIED | dict(vocab_size=300)), folder, tokenizer)
+    checkpoint.load_model(str(folder), '', plain_model)
+    return folder
 
 
 @pytest.mark.parametrize('change, said', [
@@ -428,23 +410,32 @@ def test_a_draft_has_the_tokenizer_of_its_model_however_its_rows_are_padded(tmp_
             checkpoint.load_draft(str(tmp_path / 'draft'), plain_model, target, other)
 
 
-def shorter_embedding(folder):
-    from safetensors.torch import load_file, save_file
-    weights = load_file(folder / 'model.safetensors')
-    save_file({name: w[:299].contiguous() if len(w) == 300 else w.clone() for name, w in weights.items()},
-              folder / 'model.safetensors')
-
-
-@pytest.fixture(scope='module')
-def good_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('good') / 'hf'
-    tokenizer = json_tokenizer(TEXT)
-    formats.to_huggingface(gpt(**UNTIED | dict(vocab_size=300)), folder, tokenizer)
-    checkpoint.load_model(str(folder), '', plain_model)
-    return folder
-
-
-@pytest.mark.parametrize('change, line', BAD_FOLDERS)
+@pytest.mark.parametrize('change, line', [  # what is changed in a folder that is good, what the line has to say
+    (cut('config.json'), 'config.json cannot be read'),
+    (cut('model.safetensors'), 'model.safetensors cannot be read (SafetensorError: '),
+    (cut('tokenizer.json'), 'the tokenizer.json cannot be read'),
+    (cut('tokenizer_config.json'), 'tokenizer_config.json cannot be read'),
+    (cut('generation_config.json'), 'generation_config.json cannot be read'),
+    (written('config.json', '[]'), 'config.json cannot be read (ValueError: it must hold a dict'),
+    (written('model.safetensors', 'version https://git-lfs.github.com/spec/v1'), 'cannot be read'),  # a pointer
+    (lambda folder: os.remove(folder / 'config.json'), 'is a folder with weights, but no config.json'),
+    (lambda folder: os.remove(folder / 'tokenizer.json'), 'hf has no tokenizer.json: these tokens have no text'),
+    # what the config alone says is said before weights are read
+    (both(cut('model.safetensors'), changed('config.json', hidden_act='gelu')), "config.json: hidden_act is 'gelu'"),
+    (changed('config.json', vocab_size=2**24), '(16777216, 48), but embed_tokens.weight is (300, 48)'),
+    (changed('config.json', intermediate_size=2**24), 'size mismatch'),
+    (both(changed('config.json', vocab_size=299), shorter_embedding),
+     'the tokenizer has 300 tokens, but the model a vocab_size of 299'),
+    *[(changed('generation_config.json', eos_token_id=end), line) for end, line in (
+        ('</s>', "generation_config.json: eos_token_id must be a token id or a list of them, not '</s>'"),
+        (True, 'not True'), ([[0]], 'not [[0]]'))],
+    (changed('tokenizer_config.json', added_tokens_decoder={'0': 7}), 'a token that the files beside it add'),
+    (changed('tokenizer_config.json', added_tokens_decoder={'x': dict(content='a')}), 'must name ids, not'),
+    (changed('tokenizer.json', decoder=dict(type='WordPiece', prefix='##', cleanup=True)),
+     'the decoder of the tokenizer.json is {"type": "WordPiece"'),
+    (changed('tokenizer.json', added_tokens=[], model=dict(type='BPE', vocab={}, merges=[])),
+     'the tokenizer.json has no tokens'),
+])
 def test_a_bad_folder_is_one_line(good_folder, tmp_path, change, line):
     shutil.copytree(good_folder, tmp_path / 'hf')
     change(tmp_path / 'hf')

@@ -23,8 +23,7 @@ LETTERS = CharTokenizer('abcdefghijklmnopqrstuvwxyz .€😀\n')
 
 
 def sample(folder, *settings, **env):
-    done = run(folder, 'sample.py', '--device=cpu', *settings, code=0, **env)
-    return done
+    return run(folder, 'sample.py', '--device=cpu', *settings, code=0, **env)
 
 
 def samples(folder, *settings):
@@ -245,12 +244,6 @@ def test_a_trace_and_a_sample_on_one_terminal_share_no_line(trained, monkeypatch
     assert process.returncode == 0 and sum(line.startswith('[KVDBG]') for line in lines) > 20
     assert not any('[KVDBG]' in line[1:] for line in lines) and alone in both
     assert '[KVDBG][Attn L1] cache_pos=4 T=1 new_cache_pos=5 max_ctx=16' in both and '[Attn L0]' not in both
-
-
-def test_the_tokenizer_comes_from_the_checkpoint_even_if_the_data_is_gone(repo, trained):
-    shutil.copytree(trained / 'out', repo / 'out')
-    shutil.rmtree(repo / 'data')
-    assert sample(repo, '--num_samples=1', '--max_new_tokens=5', '--start=The').stdout.startswith('The')
 
 
 @pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])

@@ -1,7 +1,4 @@
-"""
-The scheduler in an engine on the toy executor, one step at a time: each test is named after a bug that an engine had.
-That each request gets its own tokens, whatever is planned: test_engine_machine.py.
-"""
+"""The scheduler, one step at a time, on the toy executor. That each request gets its tokens: test_engine_machine.py."""
 import pytest
 import torch
 from toy_executor import ToyExecutor, toy_model
@@ -12,14 +9,11 @@ from engine import Engine, default_pool
 V = 11
 
 
-def engine_of(n_pages=16, budget=64, most_ahead=1, block_size=32):
-    """
-    An engine with pages of 4, which draws so many tokens in a call at most. plans: of all steps, [(sequence, its tokens
-    that were computed before, how many now)].
-    """
+def engine_of(n_pages=16, budget=64, most_ahead=1, block_size=32, **how):
+    """An engine with pages of 4. plans: of each step, [(sequence, how many tokens were computed before, and now)]."""
     model = toy_model(block_size, V)
     executor = ToyExecutor(model)
-    engine = Engine(model, executor, default_pool(model.config, n_pages, 4), budget)
+    engine = Engine(model, executor, default_pool(model.config, n_pages, 4), budget, **how)
     engine.plans, engine.most_ahead, executor.pool, whole = [], most_ahead, engine.pool, executor.execute_model
 
     def noted(batch):
@@ -120,18 +114,15 @@ def test_samples_share_the_pages_of_their_prompt():
 
 def test_siblings_do_not_lock_out_what_is_tried():
     """After a call that was refused: two may run, and the samples of the first prompt would be both."""
-    model = toy_model(32, V)
-    executor = ToyExecutor(model)
-    engine = Engine(model, executor, default_pool(model.config, 50, 4), 8, 2)
-    sequences = engine.add(list(range(V)) * 2, 5, n=3) + engine.add([1, 2, 3], 5)
+    engine = engine_of(50, 8, most_ahead=64, most_running=2)
+    sequences = ask(engine, [*range(V)] * 2, 5, n=3) + ask(engine, [1, 2, 3], 5)
 
     def refuses(texts):
-        executor.fails = lambda texts: None
+        engine.executor.fails = lambda texts: None
         raise Refused('once')
-    executor.fails = refuses
-    for _ in range(60):
-        engine.step()
-    assert all(s.ended == 'length' and not s.error for s in sequences) and engine.is_idle
+    engine.executor.fails = refuses
+    finish(engine)
+    assert not any(s.error for s in sequences)
 
 
 def test_salt_separates_users():
@@ -166,10 +157,7 @@ def test_pages_for_later_steps_keep_no_request_waiting(n_prompt, drawn):
 
 
 def test_a_sequence_that_is_tried_keeps_its_slots():
-    """
-    After a failed call a newer group is tried beside an older sequence that has drawn. One of the group has no room:
-    what is trimmed for it is not what another one of the group needs in the same step.
-    """
+    """After a failed call, one of a group has no room: what is trimmed for it is not what another one needs."""
     engine = engine_of(n_pages=12)
     (a,), (b,), (c,) = ask(engine, range(8), 3), ask(engine, [*range(9), 1, 2, 3], 3), ask(engine, [5, 6] * 14, 2)
     scheduler, pool = engine.scheduler, engine.pool

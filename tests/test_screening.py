@@ -1,20 +1,17 @@
-"""
-Steps that compute only the logits that may be among the largest: these have the bits of a step that computes all, no
-token that may be drawn is left out, and the tokens are the same, whatever the weights are like.
-"""
+"""Steps that compute only the logits that may be among the largest draw the tokens of steps that compute all."""
 import math
 
 import numpy as np
 import pytest
 import torch
 from conftest import sizes
+from drafting import given
 from test_executors import TWO, Slots, Text
 
 import decode
 from decode import weights
 from decode.batch import NotNumbers
 from decode.cpu import CPUExecutor
-from decode.draw import DrawSettings
 from engine import Engine
 from model import GPT, GPTConfig
 
@@ -33,16 +30,10 @@ def executor_of(model, monkeypatch, screened=True, threads=TWO):
     return executor
 
 
-def text_of(tokens, **settings):
-    text = Text(tokens)
-    text.settings = DrawSettings(V, **settings)
-    return text
-
-
 def logits_of(executor, prompts, n_largest):
     """The logits of one step after these prompts."""
     settings = dict(temperature=0.0) if n_largest == 1 else dict(top_k=n_largest, temperature=1.0)
-    slots, texts = Slots(executor), [text_of(prompt, **settings) for prompt in prompts]
+    slots, texts = Slots(executor), [Text(prompt, V, **settings) for prompt in prompts]
     slots.run({text: len(text.tokens) for text in texts}, 1)
     batch, logits = slots.batch({text: 1 for text in texts}, 1), torch.empty(1, len(texts), V)
     executor.steps(batch, np.arange(len(texts)), batch.tokens, 0, 1, logits)
@@ -88,36 +79,16 @@ def test_the_largest_logits_have_the_bits_of_all_and_none_of_them_is_left_out(
 @pytest.mark.parametrize('settings', [
     dict(temperature=0.0), dict(top_k=20), dict(top_k=1), dict(top_k=70, top_p=0.7, temperature=1.3),
     dict(top_k=40, min_p=0.1), dict(top_k=20, repetition_penalty=1.2), dict(top_k=79), dict(top_p=0.9),
-    dict(top_k=20, logit_bias={5: 9.0})])
+    dict(top_k=20, logit_bias={5: 9.0}), dict(temperature=0.0, presence_penalty=9.0),
+    dict(temperature=0.0, stop_ids={*range(V)} - {5}, min_tokens=99)])
 def test_the_same_tokens_are_drawn(settings, monkeypatch):
-    model, prompts = gpt(3, 64, n_layer=2), [[7, 8, 9], [1], [2, 3]]
-    found = [Engine(model, executor_of(model, monkeypatch, screened)).generate(prompts, 40, seed=5, **settings)
-             for screened in (True, False)]
-    assert found[0] == found[1]
-
-
-def test_when_all_logits_are_computed(monkeypatch):
-    executor = executor_of(gpt(), monkeypatch)
-
-    def n_largest(*settings):
-        return executor.n_largest([text_of([1], **s) for s in settings], [False])
-    assert n_largest(dict(temperature=0.0), dict(top_k=7)) == 7
-    assert n_largest(dict(temperature=0.0)) == 1
-    for other in (dict(top_k=0), dict(top_k=V // 64 + 1), dict(top_k=7, presence_penalty=0.1),
-                  dict(top_k=7, stop_ids=[3], min_tokens=2), dict(temperature=0.0, logit_bias={3: 1.0})):
-        assert n_largest(dict(top_k=7), other) == 0, other
-    assert n_largest(*[dict(top_k=7)] * 5) == 0
-
-
-def test_weights_that_change_and_weights_that_are_no_numbers(monkeypatch):
-    model = gpt(4)
-    engine = Engine(model, executor_of(model, monkeypatch))
-    before = engine.generate([[1, 2]], 20, temperature=0.0)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(model.lm_head.weight.roll(11, 0))
-    after = Engine(model, executor_of(model, monkeypatch, False)).generate([[1, 2]], 20, temperature=0.0)
-    monkeypatch.setattr(weights, 'CACHED', 0)
-    assert engine.generate([[1, 2]], 20, temperature=0.0) == after != before
+    """Of 3 rows, which have the settings or draw the likeliest token, and of 5, of which all logits are computed."""
+    model, hows = gpt(3, 64, n_layer=2), (settings, dict(temperature=0.0), settings)
+    for rows in hows, hows[:1] * 5:
+        requests = [([7, i, 9], 40, dict(seed=i) | how) for i, how in enumerate(rows)]
+        some, every = (given(Engine(model, executor_of(model, monkeypatch, screened)), requests)
+                       for screened in (True, False))
+        assert some == every
 
 
 @pytest.mark.parametrize('bad', [math.nan, math.inf])
@@ -132,49 +103,47 @@ def test_logits_that_are_not_numbers(bad, monkeypatch):
         model.lm_head.weight[4321, 5] = 0.0
         model.transformer.ln_f.weight[3] = bad
     executor = executor_of(model, monkeypatch)
-    slots, text = Slots(executor), text_of([1], temperature=0.0)
+    slots, text = Slots(executor), Text([1], V)
     assert executor.n_largest([text], [False]) == 1 and executor.n_largest([text], [True]) == 0
     with pytest.raises(NotNumbers):
         slots.run({text: 1}, 1)
 
 
-def test_weights_of_which_too_few_are_left_out(monkeypatch):
-    """Later steps, of the same call too, compute all logits, until weights change."""
-    model = gpt(5)
-    with torch.no_grad():
-        rows_nearly_alike(model.lm_head.weight)
-    executor = executor_of(model, monkeypatch)
-    tokens = Engine(model, executor).generate([[1, 2], [3]], 20, top_k=9)
-    assert not executor.packed.is_screened
-    assert tokens == Engine(model, executor_of(model, monkeypatch, False)).generate([[1, 2], [3]], 20, top_k=9)
-    monkeypatch.setattr(weights, 'CACHED', 0)
-    executor.refresh()
-    assert executor.packed.is_screened
-
-
-def test_an_lm_head_that_is_no_longer_the_embedding(monkeypatch):
-    """The config may still say that it is."""
-    model = gpt(6)
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().roll(7, 0))
-    assert model.config.tied
-    monkeypatch.setattr(weights, 'CACHED', 0)
-    executor, prompt = CPUExecutor(model), torch.tensor([[5, 6, 7]])
-    expected = model.eval().generate(prompt, 12, temperature=0.0)[0].tolist()
-    assert Engine(model, executor).generate([[5, 6, 7]], 12, temperature=0.0)[0] == expected
-
-
-@pytest.mark.parametrize('of_head, of_norm, is_screened', [(1e21, 1e-12, False), (1, 1e18, True)])
-def test_weights_and_inputs_without_bounds(of_head, of_norm, is_screened, monkeypatch):
-    model = gpt(7)
-    with torch.no_grad():
+def scaled(of_head, of_norm):
+    def scale(model):
         model.lm_head.weight[9] *= of_head
         model.transformer.ln_f.weight *= of_norm
+    return scale
+
+
+def untie(model):
+    """The config still says that lm_head is the embedding."""
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.roll(7, 0))
+
+
+@pytest.mark.parametrize('how, change, is_screened, stays', [
+    ({}, lambda model: model.lm_head.weight.copy_(model.lm_head.weight.roll(11, 0)), True, True),
+    ({}, lambda model: rows_nearly_alike(model.lm_head.weight), True, False), ({}, scaled(1, 1e18), True, False),
+    ({}, scaled(1e21, 1e-12), False, False), ({}, untie, False, False),
+    ({}, lambda model: model.bfloat16(), False, False),
+    (dict(tied=False), lambda model: None, False, False), (dict(n_layer=40), lambda model: None, False, False)])
+def test_changed_models_with_and_without_a_screen_draw_the_same_tokens(how, change, is_screened, stays, monkeypatch):
+    """Where too few are left out, later steps, of the same call too, compute all logits, until weights change."""
+    def tokens(engine):
+        return engine.generate([[1, 2], [3]], 20, top_k=9)
+    model = gpt(7, **how)
     monkeypatch.setattr(weights, 'CACHED', 0)
     executor = CPUExecutor(model)
-    assert executor.packed.is_screened == is_screened
-    found = Engine(model, executor).generate([[1, 2], [3]], 9, temperature=0.0)
+    engine = Engine(model, executor)
+    before = tokens(engine)
+    with torch.no_grad():
+        change(model)
+    found = tokens(engine)
+    assert executor.packed.is_screened == stays and (found == before) == bool(how)
+    executor.refresh()
+    assert executor.packed.is_screened == is_screened and not CPUExecutor(model, 'int8').packed.is_screened
     monkeypatch.setattr(weights, 'CACHED', math.inf)
-    assert found == Engine(model, CPUExecutor(model)).generate([[1, 2], [3]], 9, temperature=0.0)
+    assert found == tokens(Engine(model, CPUExecutor(model)))
 
 
 def test_rounds_with_drafts_take_the_way_of_screened_steps(monkeypatch):
@@ -185,10 +154,3 @@ def test_rounds_with_drafts_take_the_way_of_screened_steps(monkeypatch):
     monkeypatch.setattr(executor.target, 'choice', lambda *how: asked.append(how) or choice(*how))
     Engine(model, executor).generate([[1, 2, 1, 2]], 40, temperature=0.0)
     assert (1, True) in asked and (1, False) not in asked and (1,) not in asked
-
-
-def test_models_without_a_screen(monkeypatch):
-    monkeypatch.setattr(weights, 'CACHED', 0)
-    for model, how in ((gpt(n_layer=40), {}), (gpt(tied=False), {}), (gpt().bfloat16(), {}),
-                       (gpt(), dict(weights='int8'))):
-        assert not CPUExecutor(model, **how).packed.is_screened

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -138,7 +137,7 @@ def test_what_happens_after_the_reader_has_left_is_said_on_stderr(repo):
 @pytest.mark.parametrize('script', ['train.py', 'data/shakespeare/prepare.py'])
 def test_without_torch_a_script_says_what_to_do(script):
     """python -S sees no site-packages."""
-    done = subprocess.run([sys.executable, '-S', os.path.join(ROOT, script)], capture_output=True, text=True)
+    done = run(ROOT, '-S', script)
     assert done.returncode == 2 and done.stderr.count('\n') == 1, done.stderr
     assert 'has no torch' in done.stderr and '.venv/bin/activate' in done.stderr
 
@@ -166,7 +165,6 @@ def test_a_pretrained_model_trains_on_data_of_its_tokenizer_only_and_keeps_its_s
     folder.mkdir()
     for split in ('train', 'val'):
         np.random.default_rng(0).integers(0, 270, 500, dtype=np.uint16).tofile(folder / f'{split}.bin')
-    assert_other_tokenizer(train(repo, *settings, '--dataset=mine'), f"GPT-2's byte pairs, {ours}")
     (folder / 'tokenizer.json').write_text(byte_level_json(269))
     assert_other_tokenizer(train(repo, *settings, '--dataset=mine'), f'a tokenizer.json of 269 tokens, {ours}')
     (folder / 'tokenizer.json').write_text(byte_level_json(270))

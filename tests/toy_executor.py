@@ -1,8 +1,6 @@
 """
-An executor for tests of scheduling: its slots hold tokens in place of keys and values, and it asserts every read.
-
-The logits of a token are a function of all tokens up to it and of the weights, so a sequence that was given anything of
-another one, or old weights, draws other tokens than alone.
+An executor for tests of scheduling, whose slots hold tokens. It asserts every read. Its logits are a function of all
+tokens and of the weights: a sequence that was given anything of another one draws other tokens than alone.
 """
 import math
 from contextlib import nullcontext
@@ -44,8 +42,7 @@ def chain_of(tokens, version):
 class ToyExecutor:
     """
     pool: set it for the assertion that no written slot is in a shared page. fails: called with the new tokens of each
-    step, a list of lists; it may raise. calls: these lists. version: of the weights; `refresh` takes that of the model,
-    which is the first number of its first parameter.
+    step, a list of lists; it may raise. calls: these lists. version: the first weight, at the last `refresh`.
     """
     name, type_kv, torch_on_one_thread = 'the toy', 'float32', nullcontext
 
@@ -153,17 +150,8 @@ class Saying(ToyExecutor):
         return batch.result(logits, parts, drawn)
 
 
-def change_weights(model):
-    """Give the weights another version, as an optimizer would."""
-    with torch.no_grad():
-        next(model.parameters()).flatten()[0] += 0.01
-
-
 class ToyConstraint:
-    """
-    For a sequence's `constraint`: what may follow some tokens says `may_follow`. It asserts that its sequence has drawn
-    nothing else, and that it takes each token once. fails: called with the drawn tokens; it may raise.
-    """
+    """A `constraint` by `may_follow`, which it asserts of what was drawn. fails: called with that; it may raise."""
 
     def __init__(self, vocab_size, most=4, ends=(), fails=lambda drawn: None):
         self.vocab_size, self.most, self.ends, self.fails = vocab_size, most, ends, fails
