@@ -22,6 +22,7 @@ import re
 import shutil
 import sys
 import textwrap
+import threading
 import tokenize
 import types
 from contextlib import suppress
@@ -51,6 +52,8 @@ def run(main):
     ignore_write_errors(sys.stderr)
     with suppress(AttributeError, OSError):  # where it is another object, or a file of another kind
         sys.stdout.reconfigure(errors='replace')  # characters that its encoding lacks become ?
+    from tqdm import tqdm  # not above: where it is missing, check_installation says so
+    tqdm.set_lock(threading.RLock())  # Python 3.14 would start a process for its own, a lock of several processes
     namespace = main.__globals__
     script = os.path.basename(namespace['__file__'])
     try:
