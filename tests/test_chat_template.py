@@ -182,7 +182,8 @@ DOUBLED{{ n.x == n.y }}""",
 SHORT = {  # what stands for what in them
     'DOUBLED': "{% set n = namespace(x='a', y='a') %}{% for i in range(64) %}{% set n.x = [n.x, n.x] %}"
                "{% set n.y = [n.y, n.y] %}{% endfor %}",
-    'NESTED': "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}",
+    # deep enough for Python 3.14, whose limit is the stack of C
+    'NESTED': "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = [n.x] %}{% endfor %}",
     '((((9999 times))))': '(' * 9999 + ')' * 9999, '1 + 1 + 9999 times': '1 + ' * 9999}
 
 
