@@ -1,4 +1,5 @@
 """The device and dtype that device='auto' and dtype='auto' mean in every script; CPU threads, and how they wait."""
+import copy
 import ctypes
 import os
 import re
@@ -266,3 +267,23 @@ def meta_model(GPT, config):
     """GPT(config) on the device meta: it has shapes, and no weights."""
     with torch.device('meta'), NoValues():
         return GPT(config)
+
+
+@torch.no_grad()
+def small_model(GPT, config, size=0.1):
+    """
+    A GPT with these settings and random weights, but up to two layers and few channels, on the CPU: what is true of its
+    code is true of a large one's. Its matrices have two numbers, size and -size, so that few bits keep them. Its logits
+    are so large that a function which bends large ones is seen.
+    """
+    c = copy.copy(config)
+    vars(c).update(n_layer=min(c.n_layer, 2), vocab_size=64, n_kv_head=1, n_head=c.n_head // c.n_kv_head, n_embd=64,
+                   n_inner=96, dropout=0.0)
+    with torch.random.fork_rng(devices=[]), torch.device('cpu'):
+        torch.manual_seed(0)
+        model = GPT(c).float().eval()
+        for p in model.parameters():
+            noise = torch.randn(p.shape, dtype=p.dtype)
+            p.copy_(noise.sign() * size) if p.dim() == 2 else p.add_(noise, alpha=0.2)
+        model.lm_head.weight *= 8
+    return model

@@ -16,7 +16,7 @@ tokens.
     cpu          the executor on the compiled step of kernel/
     weights, tables               the model's weights, packed; what the compiled step is told, as arrays of addresses
     choice       how many threads, and whether weights are prefetched: found by timing
-    changes      which models the executors know
+    changes      which models the executors know, and whether they compute what model.py does
     speculative  an executor around an executor: drafts propose tokens, and the same tokens come in fewer steps
     drafts       what proposes them: fewer bits, the sequence itself, another model
     kernel/      what numba compiles: a whole step of a GPT on the CPU
@@ -146,7 +146,9 @@ def on_numba(model, batch_size, weights, threads, speculate, draft):
     if config.DISABLE_JIT:
         raise ValueError("NUMBA_DISABLE_JIT is set, but the decoder cpu must be compiled: unset it, or choose "
                          "decoder=eager")
+    from decode.changes import check_compiled
     from decode.cpu import CPUExecutor
+    check_compiled(model, weights)
     executor = CPUExecutor(model, weights, threads or None)
     if speculate == 'auto' and not draft:
         pays = executor.packed.panels.nbytes >= DRAFTED_BYTES and batch_size <= DRAFTED_SEQUENCES

@@ -135,7 +135,7 @@ class SequenceOutput:
     """
     What a call gives a sequence. tokens: those it drew, a list. logits: None, or float32 (n, vocab_size): with
     prompt_logits a row after each token that it brought, with logprobs the row from which each token was drawn. first:
-    the position of the first token that it brought.
+    the position of the first token that it brought. (After a preemption rows of a prompt come again.)
     """
     tokens: list
     logits: torch.Tensor | None = None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from decode.batch import NotNumbers, Refused, step_slots
-from decode.changes import check_own_forward
+from decode.changes import UNCACHED, check_forward, check_own_forward
 from decode.direct import direct_model
 from decode.draw import draw
 from positions import KeyPositions
@@ -32,13 +32,14 @@ class EagerExecutor:
     def __init__(self, model):
         self.model, self.layers = model, ()
         self.refresh()
+        check_forward(model)
         empty = model.empty_cache(0)[0]
         self.tuple_of, self.type_kv = type(empty), str(empty.k_cache.dtype).removeprefix('torch.')
 
     def refresh(self):
         """Look up the model's modules and weights anew."""
         self.direct = direct_model(self.model)
-        check_own_forward(self.model, ['forward'], "pass use_cache=False: then the model is called as it is")
+        check_own_forward(self.model, ['forward'], UNCACHED)
 
     def hold(self, layers):
         """Let the steps read and write these `kvcache.storage.Layer`s."""

@@ -60,8 +60,8 @@ class Engine:
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.longest_call, self.return_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
-        self.parameters = [m._parameters for m in model.modules() if m._parameters]  # model.parameters() is slow
-        self.weights, self.pid = weights_of(self.parameters), os.getpid()
+        self.tables, self.pid = tables_of(model), os.getpid()
+        self.state = state_of(model, self.tables)
         self.is_running = self.unfinished = self.has_added = False  # has_added: sequences, since the last call
         self.over, self.late = [], []  # sequences that have ended without a call; what is to end after the present one
         self.n_steps = self.n_computed = 0  # steps of the model, and tokens whose keys and values they have computed
@@ -96,6 +96,8 @@ class Engine:
             raise ValueError(f"prompt_logits=True is for a prompt of at most {c.max_positions} tokens, not "
                              f"{len(prompt)}")
         self.check_room(prompt, max_new_tokens)
+        if any(self.state['hooks']):  # by now they may do something else than when a prompt was remembered
+            salt = f'{self.scheduler.n_added} {salt}'
         settings = DrawSettings(c.vocab_size, seed, stop_ids, min_tokens, logit_bias, prompt, **values)
         sequences = [
             Sequence(prompt, settings.with_seed(seed + i) if i else settings, max_new_tokens, c.max_positions, n_keep,
@@ -243,11 +245,13 @@ class Engine:
             self.scheduler.remove(sequence)
 
     def notice_changes(self):
-        """Let the executor read the weights anew if they have changed; then all keys and values are computed again."""
-        if (weights := weights_of(self.parameters)) != self.weights:
-            self.weights = None  # after an interrupt the next call refreshes again
+        """Let the executor read the model anew if it has changed; then all keys and values are computed again."""
+        if state_of(self.model, self.tables) != self.state:
+            self.state = {'hooks': ()}  # after an interrupt the next call refreshes again
+            self.tables = tables_of(self.model)
+            state = state_of(self.model, self.tables)
             self.executor.refresh()
-            self.weights = weights
+            self.state = state
             self.reset()
             self.unfinished = False
         self.has_added = False
@@ -305,9 +309,19 @@ class Engine:
         return [np.array(prompts[number // n]).tolist() + tokens for number, tokens in enumerate(drawn)]
 
 
-def weights_of(tables):
-    """What changes with the weights in dicts {name: weight}: the address of each, and its `version`."""
-    return [(p.data_ptr(), version(p)) for table in tables for p in table.values() if p is not None]
+def tables_of(model):
+    """The modules of a model, and the dicts in which they keep what `state_of` reads: finding these is slow."""
+    modules = [*model.modules()]
+    return (modules, [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)],
+            [m._modules for m in modules], [m._parameters for m in modules if m._parameters])
+
+
+def state_of(model, tables):
+    """What changes with a model: settings, classes, hooks, parts, and of each weight the address and `version`."""
+    modules, hooks, parts, weights = tables
+    return dict(config=vars(model.config).copy(), classes=[*map(type, modules)], hooks=[*map(len, hooks)],
+                parts=[part for table in parts for part in table.values()],
+                weights=[(p.data_ptr(), version(p)) for table in weights for p in table.values() if p is not None])
 
 
 def version(weight):

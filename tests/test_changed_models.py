@@ -1,15 +1,22 @@
 """Models that change while an executor exists, and those that are no plain GPT, which PyTorch's executor runs."""
+import types
+
 import pytest
 import torch
-from conftest import WEIGHTS
+from conftest import ROOT, WEIGHTS
 from test_executors import Slots, Text
-from tiny_models import model_of
+from tiny_models import MODELS, model_of
 
 import decode
 from decode.batch import Refused
+from decode.changes import check_compiled, check_forward
 from decode.cpu import CPUExecutor
 from decode.eager import EagerExecutor
-from model import GPT, MLP
+from device import small_model
+from engine import Engine
+from model import GPT, MLP, attend
+from tokenizer import read_text
+from training.cpu import check_loss
 
 IDX = torch.tensor([[1, 2, 3, 5, 8, 13, 21]])
 
@@ -114,6 +121,7 @@ UNKNOWN = {  # after these the config and the weights do not say what the model 
     'weight norm': lambda m: torch.nn.utils.parametrizations.weight_norm(m.transformer.h[0].mlp.c_fc),
     'another mlp': lambda m: setattr(m.transformer.h[0], 'mlp', Twice(m.transformer.h[0].mlp)),
     'a forward': lambda m: setattr(m.transformer.h[0].mlp, 'forward', lambda x: x),
+    'an attention': lambda m: setattr(m.transformer.h[0].attn, 'attend', lambda q, k, v, *_: attend(2 * q, k, v)),
     'wider': widen,
     'another gelu': lambda m: setattr(m.transformer.h[0].mlp, 'gelu', torch.nn.GELU(approximate='tanh')),
     'double': lambda m: m.double(),
@@ -139,6 +147,89 @@ def test_what_numbas_executor_does_not_run_it_refuses_and_pytorchs_calls(change,
     executors[1].refresh()
     for executor in (executors[1], EagerExecutor(model)):
         torch.testing.assert_close(logits_of(executor), by_model(model), atol=1e-5, rtol=1e-5)
+
+
+# what somebody changes in model.py, each a line
+EDITS = {
+    'activation': ('self.gelu(hidden)', 'F.relu(hidden).square()'),
+    'attention': ('scaled_dot_product_attention(q, k,', 'scaled_dot_product_attention(1.5 * q, k,'),
+    'residual': ('x = x + self.mlp(self.ln_2(x))', 'x = x + 0.5 * self.mlp(self.ln_2(x))'),
+    'embedding': ('x = t.wte(idx)\n', 'x = 2 * t.wte(idx)\n'),
+    'skip': ('return t.ln_f(x), new if', 'return t.ln_f(x + t.wte(idx)[:, -x.size(1):]), new if'),
+    'another part': ('self.mlp = MLP(config)', 'self.mlp = nn.Linear(config.n_embd, config.n_embd)'),
+    'softcap': ('        if targets is None:\n            return',
+                '        logits = 15 * torch.tanh(logits / 15)\n        if targets is None:\n            return'),
+    'loss': ('ignore_index=-1)', 'ignore_index=-1, label_smoothing=0.1)')}
+
+
+def edited(edit):
+    """The content of model.py after one of EDITS."""
+    source, (old, new) = read_text(f'{ROOT}/model.py'), EDITS[edit]
+    assert source.count(old) == 1
+    module = types.ModuleType('model')
+    exec(compile(source.replace(old, new), 'model.py', 'exec'), vars(module))
+    return module
+
+
+@pytest.mark.parametrize('edit', EDITS)
+def test_an_edited_model_py_is_noticed_by_what_computes_the_same_by_other_code(edit, capsys):
+    changed = edited(edit)
+    model = changed.GPT(changed.GPTConfig(**vars(tiny().config))).eval()
+    for weights in WEIGHTS if edit != 'loss' else ():
+        with pytest.raises(ValueError, match='model.py'):
+            decode.best(model, 1, weights, name='cpu')
+    if edit == 'softcap':
+        with pytest.raises(ValueError, match='but not GPT.forward.*let one of the two compute that'):
+            decode.best(model, 1)
+    else:
+        executor = decode.best(model, 1)
+        assert (executor.name == 'PyTorch, eager') == (edit != 'loss')
+        torch.testing.assert_close(logits_of(executor), by_model(model), atol=1e-5, rtol=1e-5)
+        assert (edit == 'loss') == (not capsys.readouterr().err)
+    small = small_model(changed.GPT, model.config)
+    if edit in ('softcap', 'loss'):
+        with pytest.raises(ValueError, match='by itself, .* and GPT.forward computes .*--onednn=False'):
+            check_loss(small)
+    else:
+        check_loss(small)
+
+
+@pytest.mark.parametrize('kind', MODELS)
+def test_a_model_py_as_it_is_passes(kind):
+    """Whatever the model's numbers are, and torch's defaults."""
+    model = model_of(kind, dtype=torch.bfloat16 if len(kind) % 2 else torch.float32)
+    noise = torch.get_rng_state()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast('cpu'):
+            for weights in WEIGHTS:
+                check_compiled(model, weights)
+            check_forward(model.with_window(3, 1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    check_loss(small_model(GPT, model.config))
+    assert torch.equal(torch.get_rng_state(), noise)
+
+
+def test_an_engine_notices_hooks_parts_and_settings():
+    """Prompts are not remembered while there are hooks, because what these do may change."""
+    model, prompt = model_of('rope', 1), [1, 2, 3, 5, 8]
+    engine, found, size, direction = Engine(model), [], 0.0, torch.randn(48)
+
+    def step():
+        found.append(engine.generate([prompt], 20, temperature=0)[0])
+        with torch.no_grad():
+            assert found[-1] == model.generate(torch.tensor([prompt]), 20, temperature=0, use_cache=True)[0].tolist()
+    step()
+    hook = model.transformer.h[0].register_forward_hook(lambda module, args, out: (out[0] + size * direction, out[1]))
+    for size in 0.0, 3.0, -3.0:  # noqa: B007 (the hook reads it)
+        step()
+    hook.remove()
+    model.config.rope_theta = 10.0
+    step()
+    model.transformer.h[1].mlp = Twice(model.transformer.h[1].mlp)
+    step()
+    assert len({*map(tuple, found)}) == 5 and found[0] == found[1]
 
 
 def test_where_numba_must_not_compile_pytorch_decodes(monkeypatch, capsys):

@@ -10,8 +10,10 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from tiny_models import model_of
 
 import configurator
+from engine import Engine, default_pool
 
 SCRIPTS = ('train.py', 'sample.py', 'bench.py', 'export.py', 'serve.py', 'test_kv_cache.py')
 DOCUMENTS = ('README.md', 'KV_CACHE.md', *sorted(glob.glob('docs/*.md', root_dir=ROOT)))
@@ -120,3 +122,17 @@ def test_the_code_of_the_readme_and_of_the_cache_runs():
     exec(one_head, found)
     every = torch.nn.functional.scaled_dot_product_attention(*[X @ W for W in weights], is_causal=True)
     assert torch.allclose(found['y'], every[-1], atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_code_of_sampling_scores_texts():
+    model = model_of('rope')
+    texts = [[1, 2, 3, 5, 8, 13], [1, 2, 3, 5, 9], [7], [*range(29)]]
+    scoring, pool = code_of('docs/SAMPLING.md')
+    found = dict(engine=Engine(model, pool=default_pool(model.config, 30, 1), budget=7), texts=texts)
+    exec(scoring, found)
+    for text, scores in zip(texts, found['scores'].values()):
+        logits = model(torch.tensor([text]), torch.tensor([text]))[0][0].log_softmax(-1)
+        expected = [0.0, *logits[range(len(text) - 1), text[1:]].tolist()]
+        assert scores == pytest.approx(expected, abs=1e-5)
+    exec(pool, dict(model=model, executor=None))
