@@ -122,9 +122,13 @@ def model_args(config):
 def build(checkpoint, GPT, GPTConfig, **override_args):
     """
     The checkpoint's model: GPT(GPTConfig(its model_args, and override_args)) with its weights. Keys of model_args that
-    GPTConfig does not have are left out. ValueError if model_args are incomplete or do not fit the weights.
+    GPTConfig does not have are left out, which stderr says. ValueError if model_args are incomplete or do not fit the
+    weights.
     """
     known = {f.name for f in fields(GPTConfig)}
+    if unknown := sorted({*checkpoint['model_args']} - known):
+        print(f"model_args of the checkpoint have {', '.join(map(str, unknown))}, which GPTConfig lacks: the model may "
+              "compute something else than when it was trained", file=sys.stderr)
     args = {k: v for k, v in checkpoint['model_args'].items() if k in known} | override_args
     missing = [name for name in SIZES if name not in args]
     if missing:

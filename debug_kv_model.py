@@ -104,6 +104,9 @@ class GPT(model.GPT):
     def __init__(self, config):
         super().__init__(config)
         for layer, block in enumerate(self.transformer.h):
+            if type(block.attn) is not model.CausalSelfAttention:
+                raise ValueError("KV_DEBUG traces the attention of model.py, but that of the model is "
+                                 f"{type(block.attn).__name__}: leave KV_DEBUG out")
             block.attn.__class__ = CausalSelfAttention  # same weights, same state; it prints what it does
             block.attn.layer = layer
 

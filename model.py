@@ -250,7 +250,7 @@ class GPT(nn.Module):
 
     def empty_cache(self, batch_size):
         """A cache for batch_size sequences with nothing in it: n_layer tuples, in the dtype that the keys will have."""
-        c, w = self.config, self.transformer.h[0].attn.c_attn.weight
+        c, w = self.config, next(self.transformer.h[0].attn.parameters())
         dtype, kind = w.dtype, w.device.type
         if dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -281,7 +281,8 @@ class GPT(nn.Module):
         idx, targets: (B, T) token ids of any integer dtype; a target of -1 is not scored. kv_cache: a list of n_layer
         tuples, as an earlier call returned it; idx goes on at its cache_pos. Without one, use_cache=True begins one, by
         default in eval mode without targets. Returns (logits, loss, kv_cache): with targets, logits (B, T, vocab_size)
-        and the mean loss in nats; without, logits of the last position, (B, 1, vocab_size), and None.
+        and the mean loss in nats; without, logits of the last position, (B, 1, vocab_size), and None. The last block
+        then computes this position alone.
         """
         idx, cache_pos = checked_input(self.config, self.lm_head.weight.device, idx, kv_cache)
         if targets is not None and (targets := as_int64('targets', targets)).shape != idx.shape:

@@ -17,6 +17,9 @@ SIZES = {  # family: {field of GPTConfig: its key in config.json}
     **dict.fromkeys(('llama', 'mistral', 'qwen2', 'qwen3'), ROPE_SIZES | dict(n_inner='intermediate_size')),
 }
 GELU = {'gelu': 'none', 'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh'}  # the name of an activation: our name
+FIELDS = {*ROPE_SIZES, *(  # of a GPTConfig, which `family_of` knows
+    'n_inner n_kv_head head_dim dropout bias qkv_bias tied position rope_theta rope_scaling window n_sink gelu mlp '
+    'norm norm_eps qk_norm').split()}
 LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'  # as in rope_scaling
 
 
@@ -147,6 +150,9 @@ def mpt(hf, args):
 def family_of(config):
     """The family whose models compute what a GPT of this config computes. ValueError, which says why, if none does."""
     c = config
+    if own := [f"{name}={value}" for name, value in vars(c).items()
+               if name not in FIELDS and value != getattr(type(c), name, None)]:
+        raise ValueError(f"{', '.join(own)}: no format has a place for this field of GPTConfig; use this model here")
     if c.n_sink:
         raise ValueError(f"n_sink {c.n_sink}: none of the models that transformers and llama.cpp have sees sinks "
                          "beside its window, so there is no format for this one; use it here")

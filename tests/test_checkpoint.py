@@ -187,6 +187,12 @@ def test_a_tied_weight_that_is_not_a_number_is_one_weight():
     checkpoints.build(checkpoint | {'model': checkpoint['model'] | tied}, GPT, GPTConfig)
 
 
+def test_fields_that_gptconfig_lacks_are_named(capsys):
+    checkpoint = nanogpt_checkpoint() | dict(model_args=ARGS | dict(flash=True))
+    assert checkpoints.build(checkpoint, GPT, GPTConfig).config.n_embd == 8
+    assert 'model_args of the checkpoint have flash, which GPTConfig lacks' in capsys.readouterr().err
+
+
 def test_what_a_killed_run_left_is_removed_by_the_next_run_and_nothing_else(tmp_path, monkeypatch):
     def killed(*paths):
         raise KeyboardInterrupt

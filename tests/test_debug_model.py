@@ -137,3 +137,13 @@ def test_layer_must_be_one_of_the_model(traced, monkeypatch, layer):
     monkeypatch.setenv('KV_DEBUG_LAYER', layer)
     with pytest.raises(ValueError, match=f'KV_DEBUG_LAYER must be .*{layer}'):
         traced.generate(IDX, 1, use_cache=True)
+
+
+def test_another_attention_is_not_traced(monkeypatch):
+    class Other(plain_model.Block):
+        def __init__(self, config):
+            super().__init__(config)
+            self.attn = torch.nn.Identity()
+    monkeypatch.setattr(plain_model, 'Block', Other)
+    with pytest.raises(ValueError, match='that of the model is Identity: leave KV_DEBUG out'):
+        debug_kv_model.GPT(debug_kv_model.GPTConfig(**CONFIG))

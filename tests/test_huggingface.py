@@ -2,6 +2,7 @@
 import copy
 import json
 import os
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ import checkpoint
 import formats
 import model as plain_model
 import tokenizer as tokenizers
-from model import GPT
+from formats.families import FIELDS, family_of
+from model import GPT, GPTConfig
 from tokenizer import CharTokenizer
 
 transformers = pytest.importorskip('transformers', reason="transformers is not installed")
@@ -61,6 +63,19 @@ def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, fa
     formats.to_huggingface(back, tmp_path / 'again')
     assert (tmp_path / 'again' / 'model.safetensors').read_bytes() == (
         tmp_path / 'hf' / 'model.safetensors').read_bytes()
+
+
+@dataclass
+class WiderConfig(GPTConfig):
+    """As somebody changes GPTConfig in model.py."""
+    activation: str = 'gelu'
+
+
+def test_a_new_field_of_gptconfig_that_is_not_its_default_is_refused():
+    assert {field.name for field in fields(GPTConfig)} == FIELDS
+    assert family_of(WiderConfig()) == 'gpt2'
+    with pytest.raises(ValueError, match='activation=relu2: no format has a place for this field'):
+        family_of(WiderConfig(activation='relu2'))
 
 
 @pytest.mark.parametrize('to, config, line', [

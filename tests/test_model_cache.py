@@ -189,6 +189,7 @@ MISFITS = {  # of a cache of two rows with 5 tokens each, and one more token for
     'rows that disagree': ('layer 1', replaced(torch.tensor([5, 4]), torch.tensor([5, 5])), IDX[:, :1]),
     'another batch': ('need', lambda cache: cache, IDX[:1, :1]),
     'other slots': ('need', stored(lambda t: t[:, :, :8]), IDX[:, :1]),
+    'one storage': ('make it with repeat', stored(lambda t: t[:1].expand(2, -1, -1, -1)), IDX[:, :1]),
     'another dtype': ('float64', stored(lambda t: t.double()), IDX[:, :1]),
     'values of another dtype': ('float64', lambda cache: [layer._replace(v_cache=layer.v_cache.double())
                                                           for layer in cache], IDX[:, :1]),

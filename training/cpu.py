@@ -10,12 +10,13 @@ computes loss and gradient of a part, and then those of the next one, in the sam
 docs/TRAINING.md says what all of it brings.
 """
 import ctypes
+import math
 import platform
 
 import torch
 import torch.nn as nn
 
-from device import DTYPES
+from device import DTYPES, small_model
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 PART_BYTES = 6 * 2**23  # of the float32 logits of a part; with half as many a step took 1.1 times as long on a Zen 4
@@ -108,9 +109,9 @@ class PartedLoss(torch.autograd.Function):
         return grad_x * (grad / n), grad_weight.t().contiguous().mul_(grad / n), None, None, None, None
 
 
-def in_parts(model, dtype):
-    """A `forward` for a GPT that computes the loss of many logits by `PartedLoss`, and returns no logits then."""
-    forward, rows = model.forward, max(1, PART_BYTES // (4 * model.config.vocab_size))
+def in_parts(model, dtype, rows):
+    """A `forward` for a GPT that computes losses of more than `rows` tokens by `PartedLoss`, and no logits then."""
+    forward = model.forward
 
     def forward_in_parts(idx, targets=None, kv_cache=None, use_cache=None):
         if targets is None or kv_cache or use_cache or idx.numel() <= rows:
@@ -137,8 +138,19 @@ def use_onednn(model, dtype):
                          "processor: give --dtype=float32")
     by_mkl = mkl_is_fast()
     for module in model.modules():
-        if dtype == 'float32' and not by_mkl and isinstance(module, nn.Linear):
+        if dtype == 'float32' and not by_mkl and type(module) is nn.Linear:
             module.forward = lambda x, linear=module: Linear.apply(x, linear.weight, linear.bias)
         elif dtype == 'bfloat16' and hasattr(module, 'attend'):
             module.attend = in_float32(module.attend)
-    model.forward = in_parts(model, dtype)
+    check_loss(small_model(type(model), model.config))
+    model.forward = in_parts(model, dtype, max(1, PART_BYTES // (4 * model.config.vocab_size)))
+
+
+@torch.no_grad()
+def check_loss(small):
+    """ValueError unless a `small_model` has the loss of `in_parts`: `GPT.forward` may have been changed."""
+    idx, forwards = torch.arange(8)[None, :small.config.block_size], (small, in_parts(small, 'float32', 4))
+    by_model, in_parts_of_4 = (forward(idx, idx.flip(1))[1].item() for forward in forwards)
+    if not math.isclose(by_model, in_parts_of_4, rel_tol=1e-3):
+        raise ValueError(f"onednn=True computes the loss by itself, {in_parts_of_4:.4g} for a small model, and "
+                         f"GPT.forward computes {by_model:.4g}: give --onednn=False")
