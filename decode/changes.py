@@ -39,6 +39,8 @@ def check_own_forward(model, names=('forward', 'hidden_states'), advice=REFUSED)
         changed = {*names} & set(vars(kind)) if kind not in gpts else None
         if changed:
             raise ValueError(f"the executor does not run the {', '.join(sorted(changed))} of {kind.__name__}: {advice}")
+    if hasattr(model, '_orig_mod'):
+        raise ValueError("the executor does not run what torch.compile has made: give it the model from before")
     if is_changed(model, names):
         raise ValueError(f"the executor does not run the hooks and functions that were added to the model: {advice}")
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:

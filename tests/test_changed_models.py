@@ -211,6 +211,11 @@ def test_a_model_py_as_it_is_passes(kind):
     assert torch.equal(torch.get_rng_state(), noise)
 
 
+def test_what_torch_compile_has_made_is_no_model_of_an_engine():
+    with pytest.raises(ValueError, match='what torch.compile has made: give it the model from before'):
+        Engine(torch.compile(tiny()))
+
+
 def test_an_engine_notices_hooks_parts_and_settings():
     """Prompts are not remembered while there are hooks, because what these do may change."""
     model, prompt = model_of('rope', 1), [1, 2, 3, 5, 8]
