@@ -277,10 +277,11 @@ def small_model(GPT, config, size=0.1):
     are so large that a function which bends large ones is seen.
     """
     c = copy.copy(config)
-    vars(c).update(n_layer=min(c.n_layer, 2), vocab_size=64, n_kv_head=1, n_head=c.n_head // c.n_kv_head, n_embd=64,
-                   n_inner=96, dropout=0.0)
+    n_kv_head = min(c.n_kv_head, 2)
+    vars(c).update(n_layer=min(c.n_layer, 2), vocab_size=64, n_kv_head=n_kv_head, n_embd=64, n_inner=96, dropout=0.0,
+                   n_head=n_kv_head * (c.n_head // c.n_kv_head))
     with torch.random.fork_rng(devices=[]), torch.device('cpu'):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed seeds GPUs too, which stay as they are
         model = GPT(c).float().eval()
         for p in model.parameters():
             noise = torch.randn(p.shape, dtype=p.dtype)

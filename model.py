@@ -162,7 +162,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = heads.split_with_sizes([self.n_head, self.n_kv_head, self.n_kv_head], 1)  # (B, heads, T, head_dim)
         config, key_positions = positions.config, None  # of the pass: `with_window` shares modules between configs
         if config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)  # CUDA's autocast makes them float32
         if config.position == 'rope':
             q_unrotated, q, k = q, positions.rotated(q), positions.rotated(k)
         if layer_cache is not None:

@@ -251,9 +251,8 @@ class Engine:
             self.tables = tables_of(self.model)
             state = state_of(self.model, self.tables)
             self.executor.refresh()
+            self.unfinished = True  # so that the step forgets keys and values, after an interrupt too
             self.state = state
-            self.reset()
-            self.unfinished = False
         self.has_added = False
 
     def check_caller(self):
