@@ -153,6 +153,7 @@ def test_what_numbas_executor_does_not_run_it_refuses_and_pytorchs_calls(change,
 EDITS = {
     'activation': ('self.gelu(hidden)', 'F.relu(hidden).square()'),
     'attention': ('scaled_dot_product_attention(q, k,', 'scaled_dot_product_attention(1.5 * q, k,'),
+    'order of channels': ('y = y.transpose(1, 2).flatten(2)', 'y = y.permute(0, 2, 3, 1).flatten(2)'),
     'residual': ('x = x + self.mlp(self.ln_2(x))', 'x = x + 0.5 * self.mlp(self.ln_2(x))'),
     'embedding': ('x = t.wte(idx)\n', 'x = 2 * t.wte(idx)\n'),
     'skip': ('return t.ln_f(x), new if', 'return t.ln_f(x + t.wte(idx)[:, -x.size(1):]), new if'),
@@ -218,23 +219,27 @@ def test_what_torch_compile_has_made_is_no_model_of_an_engine():
 
 def test_an_engine_notices_hooks_parts_and_settings():
     """Prompts are not remembered while there are hooks, because what these do may change."""
-    model, prompt = model_of('rope', 1), [1, 2, 3, 5, 8]
+    model, prompt = model_of('rope', 1), [*range(24)]  # more than a page
     engine, found, size, direction = Engine(model), [], 0.0, torch.randn(48)
 
     def step():
-        found.append(engine.generate([prompt], 20, temperature=0)[0])
+        engine.add(prompt, 1, logprobs=True)
+        (_, output), = engine.step()
+        found.append(output.logits[-1])
         with torch.no_grad():
-            assert found[-1] == model.generate(torch.tensor([prompt]), 20, temperature=0, use_cache=True)[0].tolist()
+            torch.testing.assert_close(found[-1], model(torch.tensor([prompt]))[0][0, -1], atol=1e-5, rtol=1e-5)
     step()
     hook = model.transformer.h[0].register_forward_hook(lambda module, args, out: (out[0] + size * direction, out[1]))
     for size in 0.0, 3.0, -3.0:  # noqa: B007 (the hook reads it)
         step()
     hook.remove()
+    step()
+    step()  # now the prompt is remembered
     model.config.rope_theta = 10.0
     step()
     model.transformer.h[1].mlp = Twice(model.transformer.h[1].mlp)
     step()
-    assert len({*map(tuple, found)}) == 5 and found[0] == found[1]
+    assert len({logits.sum().item() for logits in found}) >= 5
 
 
 def test_where_numba_must_not_compile_pytorch_decodes(monkeypatch, capsys):
