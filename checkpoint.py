@@ -126,8 +126,8 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     weights.
     """
     known = {f.name for f in fields(GPTConfig)}
-    if unknown := sorted({*checkpoint['model_args']} - known):
-        print(f"model_args of the checkpoint have {', '.join(map(str, unknown))}, which GPTConfig lacks: the model may "
+    if unknown := sorted(map(str, {*checkpoint['model_args']} - known)):
+        print(f"model_args of the checkpoint have {', '.join(unknown)}, which GPTConfig lacks: the model may "
               "compute something else than when it was trained", file=sys.stderr)
     args = {k: v for k, v in checkpoint['model_args'].items() if k in known} | override_args
     missing = [name for name in SIZES if name not in args]

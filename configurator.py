@@ -52,11 +52,11 @@ def run(main):
     ignore_write_errors(sys.stderr)
     with suppress(AttributeError, OSError):  # where it is another object, or a file of another kind
         sys.stdout.reconfigure(errors='replace')  # characters that its encoding lacks become ?
-    from tqdm import tqdm  # not above: where it is missing, check_installation says so
-    tqdm.set_lock(threading.RLock())  # Python 3.14 would start a process for its own, a lock of several processes
     namespace = main.__globals__
     script = os.path.basename(namespace['__file__'])
     try:
+        from tqdm import tqdm  # not above: where it is missing, check_installation says so
+        tqdm.set_lock(threading.RLock())  # Python 3.14 would start a process for its own, a lock of several processes
         config = override(namespace, sys.argv[1:])
         main(config)
         sys.stdout.flush()

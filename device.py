@@ -272,14 +272,15 @@ def meta_model(GPT, config):
 @torch.no_grad()
 def small_model(GPT, config, size=0.1):
     """
-    A GPT with these settings and random weights, but up to two layers and few channels, on the CPU: what is true of its
-    code is true of a large one's. Its matrices have two numbers, size and -size, so that few bits keep them. Its logits
-    are so large that a function which bends large ones is seen.
+    A GPT with these settings and random weights, but few layers, heads, channels and tokens, on the CPU, to compare two
+    ways of computing it. Code that does something else in the third layer, or for large token ids, does it unseen. Its
+    matrices have two numbers, size and -size, so that few bits keep them. Its logits are so large that a function which
+    bends large ones is seen.
     """
     c = copy.copy(config)
     n_kv_head = min(c.n_kv_head, 2)
     vars(c).update(n_layer=min(c.n_layer, 2), vocab_size=64, n_kv_head=n_kv_head, n_embd=64, n_inner=96, dropout=0.0,
-                   n_head=n_kv_head * (c.n_head // c.n_kv_head))
+                   n_head=n_kv_head * (c.n_head // c.n_kv_head), block_size=min(c.block_size, 1024))
     with torch.random.fork_rng(devices=[]), torch.device('cpu'):
         torch.default_generator.manual_seed(0)  # torch.manual_seed seeds GPUs too, which stay as they are
         model = GPT(c).float().eval()

@@ -219,7 +219,7 @@ def check_settings(world_size):
 
 def new_config(vocab_size):
     """The GPTConfig that the settings describe. ValueError if they do not go together."""
-    named = {f.name: globals().get(f.name, f.default) for f in fields(GPTConfig) if f.name != 'vocab_size'}
+    named = {f.name: globals()[f.name] for f in fields(GPTConfig) if f.name in globals()}
     return GPTConfig(vocab_size=vocab_size, **named)
 
 

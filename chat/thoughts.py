@@ -59,6 +59,8 @@ class ThoughtReader:
         What is certain now: (more thoughts, more of the answer), two texts. Blanks at both ends of the thoughts are
         dropped. tokens: the bytes of each token that came with the piece. last: is this the last piece?
         """
+        if self.n_answer:  # nothing of the answer is held
+            return '', piece
         for token in tokens:
             if CLOSES.encode() not in self.tail:
                 self.n_taken, self.tail = self.n_taken + 1, self.tail[-len(CLOSES):] + token

@@ -78,7 +78,8 @@ class EagerExecutor:
     def tuples_of(self, batch, T):
         """Tuples of model.py over the slots, if the sequences lie side by side and bring T new tokens each, or None."""
         weight, kind = self.model.lm_head.weight, self.model.lm_head.weight.device.type
-        computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        computed = torch.get_autocast_dtype(kind) if is_autocast else weight.dtype
         if not T or self.model.config.window or self.layers[0].k.data.dtype is not computed:
             return None
         begin, where = batch.positions[::T], side_by_side(batch)

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from chat.thoughts import Thought
 from chat.tools import Call
 from serving import bodies
-from serving.answer import ChatCompletion, event
+from serving.answer import LARGE, ChatCompletion, event
 from serving.api import MOST_MESSAGES, shown
 from serving.bodies import ChatBody, Lenient, Message, ResponseFormat, Tokens, Tool, ToolChoice, Whole, list_of
 
@@ -122,6 +122,12 @@ class ModelResponse(ChatCompletion):
         self.part = None  # the text, or the thoughts, in the last item, while more of it may come
         self.logprobs, self.n_left_out = [], 0  # of tokens whose text has not come yet; thoughts, so many, have none
         self.events, self.n_events = b'', 0  # that are not sent yet, as bytes; how many there were
+
+    @property
+    def is_large(self):
+        """The last events have all log probabilities again."""
+        n = 0 if self.body.n_logprobs is None else self.choices[0].n_tokens * (1 + self.body.n_logprobs)
+        return super().is_large or self.done and n > LARGE
 
     def object(self):
         self.take()

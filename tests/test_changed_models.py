@@ -104,6 +104,11 @@ class Doubled(GPT):
         return 2 * x, kv_cache
 
 
+class Negative(MLP):
+    def forward(self, x):
+        return -super().forward(x)
+
+
 class Scaled(GPT):
     def forward(self, *args, **how):
         logits, *others = super().forward(*args, **how)
@@ -180,7 +185,7 @@ def test_an_edited_model_py_is_noticed_by_what_computes_the_same_by_other_code(e
         with pytest.raises(ValueError, match='model.py'):
             decode.best(model, 1, weights, name='cpu')
     if edit == 'softcap':
-        with pytest.raises(ValueError, match='but not GPT.forward.*let one of the two compute that'):
+        with pytest.raises(ValueError, match='but not GPT.forward.*move it into one of the two'):
             decode.best(model, 1)
     else:
         executor = decode.best(model, 1)
@@ -239,7 +244,15 @@ def test_an_engine_notices_hooks_parts_and_settings():
     step()
     model.transformer.h[1].mlp = Twice(model.transformer.h[1].mlp)
     step()
-    assert len({logits.sum().item() for logits in found}) >= 5
+    model.transformer.h[0].mlp.__class__ = Negative
+    step()
+    assert len({logits.sum().item() for logits in found}) >= 6
+    for name, value in dict(n_layer=3, window=5).items():
+        before = getattr(model.config, name)
+        setattr(model.config, name, value)
+        with pytest.raises(ValueError, match=f'^{name} is {value} now, .*: make a new engine'):
+            step()
+        setattr(model.config, name, before)
 
 
 def test_where_numba_must_not_compile_pytorch_decodes(monkeypatch, capsys):

@@ -66,8 +66,11 @@ def test_a_text_has_in_any_company_pool_and_executor_what_it_has_alone(kind):
 
 
 def test_sequences_side_by_side_whose_lengths_differ(capsys):
-    """The longer one is not read beyond the last slot, in the place of the shorter one. Prompts may be tensors."""
-    model, prompts = model_of('rope'), [torch.arange(20), torch.arange(9)]
+    """
+    The longer one is not read beyond the last slot, in the place of the shorter one. Prompts may be tensors, and the
+    MLP of an odd width.
+    """
+    model, prompts = model_of('rope', n_inner=33), [torch.arange(20), torch.arange(9)]
     expected = [text_alone(model, prompt.tolist(), 6, temperature=0) for prompt in prompts]
     assert Engine(model).generate(prompts[0][None], 6, temperature=0) == expected[:1]
     for pool in (PagePool(3, 16), CellPool(model.config, 2, 20)):

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -235,6 +236,15 @@ def test_caches_take_the_dtype_of_the_keys(context):
         if context == 'autocast':  # a cache that was begun before holds another dtype
             with pytest.raises(ValueError, match='cache holds'):
                 model(idx[:, 4:], kv_cache=before)
+
+
+def test_normed_keys_have_the_dtype_of_the_values(monkeypatch):
+    """CUDA's autocast computes RMS norms in float32, and that of a CPU does not."""
+    monkeypatch.setattr(torch.nn.RMSNorm, 'forward', lambda norm, x: norm.weight * F.rms_norm(x.float(), x.shape[-1:]))
+    model, idx = model_of('qwen window', 0), torch.randint(29, (2, 7))
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        last, expected = model(idx[:, 4:], kv_cache=model(idx[:, :4])[2])[0], model(idx, use_cache=False)[0]
+    torch.testing.assert_close(last, expected, rtol=0, atol=6e-2 * expected.abs().max().item())
 
 
 def test_an_empty_batch():

@@ -91,7 +91,7 @@ def test_a_stream_says_step_by_step_what_the_whole_says(saying, said, fields, ki
 
 @pytest.mark.parametrize('stream', [False, True])
 @pytest.mark.parametrize('thought', ['', '<think>Hm</think>', '<think></think>'])
-def test_log_probabilities_come_of_tokens_without_text_too(stream, thought):
+def test_log_probabilities_come_of_tokens_without_text_too(stream, thought, monkeypatch):
     """Of parts of a character, and of the end, but not of thoughts. At the end all of them are written again."""
     served = served_chat(QWEN)
     body = ResponseBody.model_validate(dict(input='Hi', top_logprobs=0, stream=stream, include=[
@@ -101,7 +101,10 @@ def test_log_probabilities_come_of_tokens_without_text_too(stream, thought):
     drawn += [(0, 'a', 0., None), (1, '', -1., None), (2, '€', -2., None), (3, '', -3., 'stop')]
     for token, text, logprob, reason in drawn:
         made.add(0, [Output(0, [token], text, [Logprobs(logprob, [])], reason)])
+        assert thought or not made.is_large
         data += made.chunks() if stream and not made.done else b''
+    monkeypatch.setattr('serving.responses.LARGE', 3)
+    assert made.is_large
     if stream:
         found = [json.loads(line[6:]) for line in (data + made.chunks()).decode().split('\n') if line[:6] == 'data: ']
         whole = found[-1]['response']
