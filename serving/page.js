@@ -577,19 +577,25 @@ function draw() {
 }
 
 function drawList(which) {
+  const list = $(which), rows = new Map([...list.children].map(row => [row.dataset.key, row]))
+  const shown = state[which].slice(0, 64)
   $('n-' + which).textContent = number(state[which].length)
-  patch($(which), make('ul', {}, ...state[which].slice(0, 64).map(rowOfSample)))
-}
-
-function rowOfSample(sample) {
-  const {computed, n_tokens} = sample, bar = make('span'), row = make('li', {tabIndex: 0},
-    make('i', {className: 'swatch'}), make('span', {textContent: nameOf(sample)}),
-    make('span', {className: 'soft', textContent: `${number(computed)} of ${number(n_tokens)} tokens computed`}),
-    make('div', {className: 'bar'}, bar))
-  row.dataset.key = keyOf(sample)
-  row.style.setProperty('--colour', colour(sample.id, sample.index))
-  bar.style.width = computed / n_tokens * 100 + '%'
-  return row
+  shown.forEach((sample, place) => {
+    const key = keyOf(sample)
+    let row = rows.get(key)
+    rows.delete(key)
+    if (!row) {
+      row = make('li', {tabIndex: 0}, make('i', {className: 'swatch'}), make('span'), make('span', {className: 'soft'}),
+                 make('div', {className: 'bar'}, make('span')))
+      row.dataset.key = key
+      row.style.setProperty('--colour', colour(sample.id, sample.index))
+    }
+    row.children[1].textContent = nameOf(sample)
+    row.children[2].textContent = `${number(sample.computed)} of ${number(sample.n_tokens)} tokens computed`
+    row.lastChild.firstChild.style.width = sample.computed / sample.n_tokens * 100 + '%'
+    if (list.children[place] !== row) list.insertBefore(row, list.children[place] ?? null)
+  })
+  for (const row of rows.values()) row.remove()
 }
 
 function inspect() {
