@@ -16,7 +16,7 @@ from device import small_model
 from engine import Engine
 from model import GPT, MLP, attend
 from tokenizer import read_text
-from training.cpu import check_loss
+from training.cpu import check_loss, use_onednn
 
 IDX = torch.tensor([[1, 2, 3, 5, 8, 13, 21]])
 
@@ -168,9 +168,9 @@ EDITS = {
     'loss': ('ignore_index=-1)', 'ignore_index=-1, label_smoothing=0.1)')}
 
 
-def edited(edit):
-    """The content of model.py after one of EDITS."""
-    source, (old, new) = read_text(f'{ROOT}/model.py'), EDITS[edit]
+def edited(old, new):
+    """The content of model.py after an edit."""
+    source = read_text(f'{ROOT}/model.py')
     assert source.count(old) == 1
     module = types.ModuleType('model')
     exec(compile(source.replace(old, new), 'model.py', 'exec'), vars(module))
@@ -179,7 +179,7 @@ def edited(edit):
 
 @pytest.mark.parametrize('edit', EDITS)
 def test_an_edited_model_py_is_noticed_by_what_computes_the_same_by_other_code(edit, capsys):
-    changed = edited(edit)
+    changed = edited(*EDITS[edit])
     model = changed.GPT(changed.GPTConfig(**vars(tiny().config))).eval()
     for weights in WEIGHTS if edit != 'loss' else ():
         with pytest.raises(ValueError, match='model.py'):
@@ -215,6 +215,16 @@ def test_a_model_py_as_it_is_passes(kind):
         torch.set_default_dtype(torch.float32)
     check_loss(small_model(GPT, model.config))
     assert torch.equal(torch.get_rng_state(), noise)
+
+
+def test_a_model_that_cannot_be_made_small_is_not_compared():
+    changed = edited('self.config = config\n', 'self.config = config\n        assert config.n_layer > 2\n')
+    model = changed.GPT(changed.GPTConfig(**vars(tiny(n_layer=3).config))).eval()
+    torch.testing.assert_close(logits_of(EagerExecutor(model)), by_model(model), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match='does not know model.py as it is now .AssertionError'):
+        check_compiled(model, 'float32')
+    with pytest.raises(ValueError, match='which fails .AssertionError.*: give --onednn=False'):
+        use_onednn(model, 'float32')
 
 
 def test_what_torch_compile_has_made_is_no_model_of_an_engine():
