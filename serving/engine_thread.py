@@ -110,6 +110,8 @@ class EngineThread:
             self.condition.wait_for(lambda: not self.live or self.stopping, seconds)
             self.ask_for([(self.end, live, 'abort') for live in self.live.values()])
             self.condition.wait_for(lambda: not self.live or self.stopping, IDLE)
+            for live in self.live.values():  # a call takes longer than that
+                live.request.deliver([Output(0, [], finish_reason='abort')])
 
     def stop(self):
         """End the thread after the present call, and abort what has not ended."""

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from http.client import HTTPResponse
 
@@ -588,15 +588,18 @@ def test_few_wait_for_a_thread_and_nobody_for_long(monkeypatch, bound, value):
     assert first is None and [(e.status, e.code) for e in others] == [(429, 'queue_full')] * 2
 
 
+@pytest.mark.parametrize('is_in_a_call', [False, True])
 @pytest.mark.parametrize('stream', [True, False])
-def test_a_drain_has_a_limit(stream):
+def test_a_drain_has_a_limit(stream, is_in_a_call):
+    """Also where a call of the engine takes longer."""
     engine = spelling_engine(n_allowed=0)
     with serving(engine, drain_seconds=0) as client, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.post, '/v1/completions', json=dict(prompt='a', stream=stream))
         engine.until(lambda: engine.live)
         engine.step()
-        client.process.handle_exit(signal.SIGTERM, None)
-        answer = asked.result(20)
+        with engine.steps if is_in_a_call else nullcontext():
+            client.process.handle_exit(signal.SIGTERM, None)
+            answer = asked.result(20)
         client.thread.join(20)
         assert not client.thread.is_alive() and engine.stats.finished == {'abort': 1}
     if stream:
