@@ -269,7 +269,7 @@ class GPT(nn.Module):
         x = t.drop(x + t.wpe(q_pos) if self.config.position == 'learned' else x)
         positions = Positions(self.config, q_pos, x.dtype)
         old, new = kv_cache or [None] * len(t.h), []
-        for block, layer_cache in zip(t.h, old):
+        for block, layer_cache in zip(t.h, old, strict=True):
             # no other block reads what the last one computes, so it computes only the position that is asked for
             skip = last_only and idx.size(1) > 1 and block is t.h[-1]
             x, layer_cache = block(x, positions, layer_cache, skip)
