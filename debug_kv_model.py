@@ -105,8 +105,8 @@ class GPT(model.GPT):
         super().__init__(config)
         for layer, block in enumerate(self.transformer.h):
             if type(block.attn) is not model.CausalSelfAttention:
-                raise ValueError("KV_DEBUG traces the attention of model.py, but that of the model is "
-                                 f"{type(block.attn).__name__}: leave KV_DEBUG out")
+                raise ValueError("KV_DEBUG traces model.py's CausalSelfAttention, but the model has "
+                                 f"{type(block.attn).__name__} in its place: leave KV_DEBUG out")
             block.attn.__class__ = CausalSelfAttention  # same weights, same state; it prints what it does
             block.attn.layer = layer
 

@@ -138,7 +138,8 @@ def check_append(layer_cache, k, longest, window):
     if window and T > window + 1:
         raise ValueError(f"a cache for a window of {window} takes {window + 1} new tokens at once, not {T}: split them")
     if B > 1 and k_cache.stride(0) == 0:  # as `expand` makes it: all sequences would be written into one place
-        raise ValueError(f"the {B} sequences of the cache share their storage: make it with repeat, not with expand")
+        raise ValueError(f"the {B} sequences of the cache share one storage, as after expand, but each needs its own: "
+                         "make it with repeat")
     if (k.size(0), k.dtype, k.device) != (B, k_cache.dtype, k_cache.device):  # copy_ would broadcast and convert
         raise ValueError(f"cache holds a batch of {B}, {k_cache.dtype} on {k_cache.device}, "
                          f"but the keys are a batch of {k.size(0)}, {k.dtype} on {k.device}")

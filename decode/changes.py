@@ -40,7 +40,8 @@ def check_own_forward(model, names=('forward', 'hidden_states'), advice=REFUSED)
         if changed:
             raise ValueError(f"the executor does not run the {', '.join(sorted(changed))} of {kind.__name__}: {advice}")
     if hasattr(model, '_orig_mod'):
-        raise ValueError("the executor does not run what torch.compile has made: give it the model from before")
+        raise ValueError("the model came from torch.compile, which executors do not run: give the model that "
+                         "torch.compile was called with")
     if is_changed(model, names):
         raise ValueError(f"the executor does not run the hooks and functions that were added to the model: {advice}")
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
@@ -113,8 +114,9 @@ def check_forward(model):
     except Exception:  # it takes no such sizes, no CPU or no float32, or gives no logits: then nothing is known
         return
     if off > MOST_OFF['float32']:
-        raise ValueError("executors call hidden_states and lm_head, but not GPT.forward, whose logits are "
-                         f"{off:.2g} of their standard deviation away: move it into one of the two, or {UNCACHED}")
+        raise ValueError("executors call hidden_states and lm_head, but not GPT.forward, and its logits are "
+                         f"{off:.2g} standard deviations away from theirs: move what forward adds into one of the two, "
+                         f"or {UNCACHED}")
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.longest_call, self.return_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
         self.tables, self.pid = tables_of(model), os.getpid()
-        self.state, self.shape = state_of(model, self.tables), shape_of(model.config)
+        self.state, self.slot_settings = state_of(model, self.tables), slot_settings(model.config)
         self.is_running = self.unfinished = self.has_added = False  # has_added: sequences, since the last call
         self.over, self.late = [], []  # sequences that have ended without a call; what is to end after the present one
         self.n_steps = self.n_computed = 0  # steps of the model, and tokens whose keys and values they have computed
@@ -246,7 +246,7 @@ class Engine:
 
     def notice_changes(self):
         """Let the executor read the model anew if it has changed; then all keys and values are computed again."""
-        if changed := dict(shape_of(self.model.config).items() - self.shape.items()):
+        if changed := dict(slot_settings(self.model.config).items() - self.slot_settings.items()):
             raise ValueError(f"{', '.join(f'{name} is {value} now' for name, value in changed.items())}, but the slots "
                              "are for the model as it was: make a new engine")
         if state_of(self.model, self.tables) != self.state:
@@ -311,7 +311,7 @@ class Engine:
         return [np.array(prompts[number // n]).tolist() + tokens for number, tokens in enumerate(drawn)]
 
 
-def shape_of(config):
+def slot_settings(config):
     """The settings that slots and pages are made for."""
     return {name: getattr(config, name) for name in ('n_layer', 'n_kv_head', 'head_dim', 'window', 'n_sink')}
 

@@ -152,7 +152,8 @@ def family_of(config):
     c = config
     if own := [f"{name}={value}" for name, value in vars(c).items()
                if name not in FIELDS and value != getattr(type(c), name, None)]:
-        raise ValueError(f"{', '.join(own)}: no format has a place for this field of GPTConfig; use this model here")
+        raise ValueError(f"GPTConfig has {', '.join(own)}, but no format of an export has such a field: use this model "
+                         "here")
     if c.n_sink:
         raise ValueError(f"n_sink {c.n_sink}: none of the models that transformers and llama.cpp have sees sinks "
                          "beside its window, so there is no format for this one; use it here")

@@ -176,8 +176,8 @@ class GGUFFile:
             of_values = plain / rotary_frequencies(head_dim, theta, values)
             if torch.allclose(of_values.float(), slower, 1e-5):
                 return dict(rope_type='llama3', **dict(zip(LLAMA3, values)))
-        raise ValueError(f"{FREQUENCIES} are not those of Llama 3 and not one factor for all positions, and a GPT "
-                         "here can have no others: use another model")
+        raise ValueError(f"{FREQUENCIES} must be those of Llama 3 or one factor for all positions, and are neither: "
+                         "use another model")
 
     def tokenizer_state(self):
         """The state of its tokenizer. Call this before `weights`, which drops the tokens and the merges."""

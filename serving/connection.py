@@ -72,7 +72,7 @@ class Connection(HttpToolsProtocol):
         if self.n_head is not None:
             self.n_head += len(data)
             # uvicorn drops the body of a request that offers HTTP/2, so the header gets another name. The new name is
-            # as long as the old one: data may also hold a part of the body, and the length of the body must not change
+            # the new name has the length of the old one: data may hold a part of the body, whose length must not change
             seen = self.last + data
             data = re.sub(rb'(?i)\r\nupgrade:', b'\r\nignored:', seen)[len(self.last):]
             self.last = seen[-9:]

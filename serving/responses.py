@@ -44,7 +44,7 @@ def messages_of(given):
         raise ValueError(f"input should be a text, or a list of items, not {shown(given)}")
     if type(given) is str:
         return [{'role': 'user', 'content': given}]
-    # an item without content has only a summary, or is encrypted for OpenAI's own models: it is left out
+    # an item without content is left out: it has a summary only, or is encrypted for OpenAI's own models
     return [item for item in given if not (type(item) is dict and item.get('type') == 'reasoning'
                                            and not item.get('content'))]
 

@@ -185,7 +185,7 @@ def test_an_edited_model_py_is_noticed_by_what_computes_the_same_by_other_code(e
         with pytest.raises(ValueError, match='model.py'):
             decode.best(model, 1, weights, name='cpu')
     if edit == 'softcap':
-        with pytest.raises(ValueError, match='but not GPT.forward.*move it into one of the two'):
+        with pytest.raises(ValueError, match='but not GPT.forward.*move what forward adds into one of the two'):
             decode.best(model, 1)
     else:
         executor = decode.best(model, 1)
@@ -228,7 +228,7 @@ def test_a_model_that_cannot_be_made_small_is_not_compared():
 
 
 def test_what_torch_compile_has_made_is_no_model_of_an_engine():
-    with pytest.raises(ValueError, match='what torch.compile has made: give it the model from before'):
+    with pytest.raises(ValueError, match='came from torch.compile, .*: give the model that torch.compile was called'):
         Engine(torch.compile(tiny()))
 
 

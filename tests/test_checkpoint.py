@@ -160,7 +160,7 @@ def test_no_flipped_byte_no_zeroed_sector_and_no_flipped_bit_loads_as_something_
         (dict(model_args=None), 'model_args must be of type dict'),
         (dict(iter_num='5'), 'iter_num must be of type int'), (dict(iter_num=-5), 'iter_num must be 0 or more'),
         (dict(tokenizer={'chars': 'ab'}), "with its kind"))],
-    # any number of heads fits the weights, so a default would compute something else in silence
+    # the weights fit any n_head, so a default one would give wrong logits without an error
     (dict(model_args={name: ARGS[name] for name in ARGS if name not in ('n_head', 'vocab_size')}),
      'model_args lack n_head, vocab_size'),
     *[(dict(model_args=ARGS | args), message) for args, message in (

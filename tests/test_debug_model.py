@@ -145,5 +145,5 @@ def test_another_attention_is_not_traced(monkeypatch):
             super().__init__(config)
             self.attn = torch.nn.Identity()
     monkeypatch.setattr(plain_model, 'Block', Other)
-    with pytest.raises(ValueError, match='that of the model is Identity: leave KV_DEBUG out'):
+    with pytest.raises(ValueError, match='the model has Identity in its place: leave KV_DEBUG out'):
         debug_kv_model.GPT(debug_kv_model.GPTConfig(**CONFIG))

@@ -215,7 +215,7 @@ def small(tmp_path_factory):
     ({'llama.rope.scaling.factor': 2.0}, {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'only one of them'),
     ({'llama.rope.freq_base': 'x'}, {}, 'rope.freq_base must be of type float'),
     ({'llama.attention.layer_norm_rms_epsilon': None}, {}, 'norm_eps must be between 1e-37 and 1, not None'),
-    ({}, {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'rope_freqs.weight are not those of Llama 3'),
+    ({}, {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'rope_freqs.weight must be those of Llama 3 or'),
     ({'llama.attention.key_length': 2**30, 'llama.attention.value_length': None, 'llama.rope.dimension_count': None},
      {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'must have a number for each pair of the 1073741824'),
     ({'llama.attention.key_length': '8'}, {}, "attention.key_length must be of type int, not '8'"),

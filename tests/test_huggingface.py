@@ -74,7 +74,7 @@ class WiderConfig(GPTConfig):
 def test_a_new_field_of_gptconfig_that_is_not_its_default_is_refused():
     assert {field.name for field in fields(GPTConfig)} == FIELDS
     assert family_of(WiderConfig()) == 'gpt2'
-    with pytest.raises(ValueError, match='activation=relu2: no format has a place for this field'):
+    with pytest.raises(ValueError, match='GPTConfig has activation=relu2, but no format of an export has such a field'):
         family_of(WiderConfig(activation='relu2'))
 
 

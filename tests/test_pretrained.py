@@ -420,7 +420,7 @@ def test_a_draft_has_the_tokenizer_of_its_model_however_its_rows_are_padded(tmp_
     (written('model.safetensors', 'version https://git-lfs.github.com/spec/v1'), 'cannot be read'),  # a pointer
     (lambda folder: os.remove(folder / 'config.json'), 'is a folder with weights, but no config.json'),
     (lambda folder: os.remove(folder / 'tokenizer.json'), 'hf has no tokenizer.json: these tokens have no text'),
-    # what the config alone says is said before weights are read
+    # errors of the config come before the weights are read
     (both(cut('model.safetensors'), changed('config.json', hidden_act='gelu')), "config.json: hidden_act is 'gelu'"),
     (changed('config.json', vocab_size=2**24), '(16777216, 48), but embed_tokens.weight is (300, 48)'),
     (changed('config.json', intermediate_size=2**24), 'size mismatch'),

@@ -63,8 +63,8 @@ def check_here(model, functions, queue):
     if sum(a != b for a, b in zip(drawn, defined)) > 1:  # two scores may be nearly equal
         wrong.append(f"it draws {drawn} in place of {defined}")
     if wrong:
-        raise ValueError(f"the GPU executor computes something else here: {', and '.join(wrong)}. If model.py was "
-                         "changed, take decoder=eager; if not, please report it, with the versions of torch and triton")
+        raise ValueError(f"the GPU executor must compute what PyTorch does, but {', and '.join(wrong)}. Take "
+                         "decoder=eager if model.py was changed. If not, report it with torch's and triton's versions")
 
 
 def first_layer(model):
